@@ -1,0 +1,1 @@
+"""What a run is. A config is a Python function that returns a ConfigDict; `k3jax.config` checks it."""

@@ -1,0 +1,54 @@
+"""Continues a text with a trained model: one full forward pass per token over a window of the last tokens.
+
+Invariant: window and padding have a fixed shape, so one program serves every length, and padding (segment 0) is
+invisible to the model.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from k3jax.model.decoder import Decoder
+
+
+def sample(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    *,
+    tokens: int,
+    window: int,
+    vocab: int,
+    stop: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> list[int]:
+    """Up to `tokens` ids that follow `prompt`; ends in front of the id `stop`.
+
+    The model sees the last `window` tokens. Ids below `vocab` (the tokenizer's size) are drawn from
+    softmax(logits / temperature); temperature 0 takes the likeliest. Raises ValueError for an empty prompt.
+    """
+    if not len(prompt):
+        raise ValueError("prompt must hold one token or more")
+    graphdef, weights = nnx.split(decoder)
+
+    @jax.jit
+    def next_token(weights, recent, length, key):
+        segments = (jnp.arange(window) < length).astype(jnp.int32)
+        hidden, _ = nnx.merge(graphdef, weights).apply(recent[None], segments[None])
+        kernel = decoder.lm_head[...].astype(hidden.dtype)
+        logits = jnp.dot(hidden[0, length - 1], kernel, preferred_element_type=jnp.float32)[:vocab]
+        return jax.random.categorical(key, logits / temperature) if temperature else jnp.argmax(logits)
+
+    text, keys = [int(token) for token in prompt], jax.random.split(jax.random.key(seed), max(tokens, 1))
+    for key in keys[:tokens]:
+        recent = np.zeros(window, np.int32)
+        shown = text[-window:]
+        recent[: len(shown)] = shown
+        token = int(next_token(weights, recent, len(shown), key))
+        if token == stop:
+            break
+        text.append(token)
+    return text[len(prompt) :]

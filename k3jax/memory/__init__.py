@@ -1,0 +1,1 @@
+"""The activation manager: what the backward pass finds saved."""

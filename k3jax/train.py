@@ -1,0 +1,227 @@
+"""Trains a model.
+
+    python -m k3jax.train --config=configs/k3.py:tiny --workdir=runs/tiny [--config.optim.learning_rate=5e-3 ...]
+
+Reads top to bottom: set-up, data, model, state, loop, end. The workdir gets `config.json`, `metrics.jsonl` and
+`checkpoints/<step>/`; the same command on the same workdir goes on where it stopped. Exit code 0: trained (or
+stopped by Ctrl-C or SIGTERM, with a checkpoint); 2: a mistake in flags, config or input, named in one line.
+"""
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags, logging
+from rich.console import Console
+
+from k3jax import config as configs
+from k3jax import data, metrics
+from k3jax.checkpoint import Checkpoints
+from k3jax.config import ConfigError, RunConfig
+from k3jax.evaluate import make_evaluate
+from k3jax.generate import sample
+from k3jax.model import parameters
+from k3jax.optim import format_table, make_optimizer
+from k3jax.step import TrainState, abstract_decoder, init_state, make_train_step
+
+FLAGS = flags.FlagValues()
+flags.DEFINE_string("config", None, "FILE.py[:NAME]; a path, or one of the packaged configs", flag_values=FLAGS)
+flags.DEFINE_string("workdir", None, "folder of this run; a run found there is continued", flag_values=FLAGS)
+flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=FLAGS)
+
+# Fields that a resumed run may change: they alter no number of the steps already taken.
+RESUMABLE = ("train.steps", "eval.", "sample.", "checkpoint.", "memory.")
+HEALTH = ("grad_norm", "learning_rate", "skipped_steps", "max_violation", "max_logit", "gate_saturation")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command line `argv` (its first entry is the program) and returns the exit code."""
+    try:
+        return _train(argv)
+    except (ConfigError, flags.Error) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _train(argv: list[str]) -> int:
+    # ---- set-up -----------------------------------------------------------------------------------------------
+    config, workdir = _parse(argv)
+    if config is None:
+        return 0
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    _claim(workdir, config)
+    device = jax.devices()[0]
+    console.print(f"{config.name} on {jax.device_count()} x {device.device_kind} ({device.platform}), {workdir}")
+    stop = _stop_on_signals()
+
+    # ---- data -------------------------------------------------------------------------------------------------
+    tokenizer = data.ByteTokenizer()
+    if config.model.vocab < tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab must be at least {tokenizer.vocab_size} for this tokenizer, got {config.model.vocab}"
+        )
+    documents = data.tokenize(data.StandardLibrary("train"), tokenizer)
+    held_out = data.tokenize(data.StandardLibrary("held_out"), tokenizer)
+    console.print(f"{documents.report()}; {held_out.report()}")
+    rows, width = config.data.batch_rows, config.data.seq_len
+    batches = data.Batches(data.TrainRows(documents, width, config.data.seed), rows)
+
+    def evaluation(count: int | None) -> data.Batches:
+        return data.Batches(data.EvaluationRows(held_out, width, tokenizer.pad_id, rows, count), rows)
+
+    ngrams = data.ngram_losses(documents, held_out, tokenizer)
+    console.print("held-out nats per byte of n-grams: " + _listed(ngrams))
+
+    # ---- model and optimizer ----------------------------------------------------------------------------------
+    decoder = abstract_decoder(config)
+    optimizer, schedule, table = make_optimizer(config, parameters.variables(decoder))
+    total, active = parameters.count(decoder)
+    console.print(format_table(table))
+    console.print(f"{total:,} parameters, {active:,} active")
+    train_step = jax.jit(make_train_step(config, decoder, optimizer, schedule), donate_argnums=0)
+    evaluate = make_evaluate(config, decoder)
+
+    # ---- state ------------------------------------------------------------------------------------------------
+    checkpoints = Checkpoints(workdir, config.checkpoint.keep)
+    create = jax.jit(lambda: init_state(config, optimizer))
+    first = checkpoints.latest() or 0
+    if first > config.train.steps:
+        raise ConfigError(f"train.steps = {config.train.steps} is below the checkpoint's step {first} in {workdir}")
+    if first:
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(create))
+        state: TrainState = checkpoints.restore(first, like)
+        console.print(f"resumed at step {first}")
+    else:
+        state = create()
+
+    # ---- loop -------------------------------------------------------------------------------------------------
+    progress = metrics.Progress(config.train.steps, first)
+    writers = [metrics.JsonlWriter(workdir / "metrics.jsonl", first), progress]
+    meter = metrics.Meter(rows * width)
+    progress.message("compiling the step (about a minute on a laptop)")
+    stream = batches.iterate(first)
+    done, pending = first, None
+
+    def report(step: int, result: dict, **more: float) -> None:
+        values = {metrics.LOSS: float(result["loss"])}  # waits for the step
+        values |= {f"train/{name}": float(result[name]) for name in HEALTH if name in result}
+        values |= meter.measure() | more
+        for writer in writers:
+            writer.write(step, values)
+
+    while done < config.train.steps and not stop.is_set():
+        state, result = train_step(state, next(stream))
+        done += 1
+        if pending is not None:
+            report(done - 1, pending)
+        pending = result
+        if done % config.eval.every == 0 and done < config.train.steps:
+            jax.block_until_ready(result)
+            loss = evaluate(state, evaluation(config.eval.rows).iterate())
+            report(done, result, **{metrics.EVAL_LOSS: loss})
+            meter.restart()
+            pending = None
+    stream.close()
+
+    # ---- end --------------------------------------------------------------------------------------------------
+    if pending is not None and done < config.train.steps:
+        report(done, pending)
+    if done > first:
+        jax.block_until_ready(state)
+        checkpoints.save(done, state)
+    checkpoints.close()
+    if done < config.train.steps:
+        progress.close()
+        console.print(f"stopped at step {done}; the same command goes on from there")
+        return 0
+    loss = evaluate(state, evaluation(None).iterate())
+    if pending is not None:
+        report(done, pending, **{metrics.EVAL_LOSS: loss})
+    for writer in writers:
+        writer.close()
+    console.print(f"held-out loss {loss:.4f} nats per byte after {done} steps ({_listed(ngrams)})")
+    print(_continuation(config, state, decoder, tokenizer), flush=True)
+    console.print(f"checkpoint: {checkpoints.folder / str(done)}")
+    return 0
+
+
+def _parse(argv: list[str]) -> tuple[RunConfig | None, Path]:
+    overrides = [argument for argument in argv[1:] if argument.startswith("--config.")]
+    rest = FLAGS([argv[0], *(argument for argument in argv[1:] if argument not in overrides)])
+    if FLAGS.help:
+        print(f"{__doc__}\n{FLAGS.get_help()}\nFields of a config, with their meaning: configs/base.py")
+        return None, Path()
+    if len(rest) > 1:
+        raise ConfigError(f"unknown argument {rest[1]!r}")
+    for name in ("config", "workdir"):
+        if not FLAGS[name].value:
+            raise ConfigError(f"--{name} is missing")
+    return configs.load(FLAGS.config, overrides), Path(FLAGS.workdir)
+
+
+def _claim(workdir: Path, config: RunConfig) -> None:
+    """Writes config.json, or holds the config against the one of the run found there."""
+    file, ours = workdir / "config.json", json.loads(json.dumps(config.to_dict()))
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        theirs = json.loads(file.read_text()) if file.exists() else ours
+        changed = [
+            f"{name}: {old!r} -> {new!r}"
+            for name, old, new in _differences(theirs, ours)
+            if not name.startswith(RESUMABLE)
+        ]
+        if changed:
+            raise ConfigError(f"{file} is of another run: {'; '.join(changed)}")
+        file.write_text(json.dumps(ours, indent=1) + "\n")
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"--workdir={workdir}: {error}") from error
+
+
+def _differences(old: dict, new: dict, prefix: str = "") -> list[tuple[str, object, object]]:
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            found.append((prefix + name, a, b))
+    return found
+
+
+def _stop_on_signals() -> threading.Event:
+    """An event that Ctrl-C and SIGTERM set, so that a step is never torn."""
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _listed(losses: dict[str, float]) -> str:
+    return ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
+
+
+def _continuation(config: RunConfig, state: TrainState, decoder, tokenizer) -> str:
+    bound = state.to_decoder(decoder)
+    prompt = tokenizer.encode(config.sample.prompt, eos=False)
+    ids = sample(
+        bound,
+        prompt,
+        tokens=config.sample.tokens,
+        window=config.data.seq_len,
+        vocab=tokenizer.vocab_size,
+        stop=tokenizer.eos_id,
+        temperature=config.sample.temperature,
+        seed=config.train.seed,
+    )
+    return tokenizer.decode(np.concatenate([prompt, np.asarray(ids, prompt.dtype)]))
+
+
+if __name__ == "__main__":
+    logging.set_verbosity(logging.WARNING)
+    sys.exit(main(sys.argv))

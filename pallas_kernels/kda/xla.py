@@ -1,0 +1,180 @@
+"""KDA by chunks in plain XLA: a scan over chunks of 16 tokens, with its own backward pass.
+
+The sequence is cut in chunks (chunk.py); the carry of the scan is the state. Inputs stay where they are and each step
+cuts its piece, casts it to fp32 and applies gates, normalisation and masks to it (inputs.py), so nothing but the result
+is ever as long as the sequence. The backward pass scans the chunks in reverse and computes each again from the state at
+its start: the residuals are the inputs and one state for every `state_every` chunks.
+
+Invariants: fp32 inside whatever the inputs are; gradients in each input's dtype; a token is bitwise independent of
+later ones; exact zeros at padding.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.kda import chunk
+from pallas_kernels.kda.inputs import Inputs, Options, activate, keep_tokens
+from pallas_kernels.kda.segments import PADDING, TOKEN
+
+CHUNK = 16  # measured best on CPUs from 8, 16 and 32, for 32 and 64 wide heads
+SEQUENCES = ("query", "key", "value", "log_decay", "beta", "marks")
+PARAMETERS = ("a_log", "dt_bias")
+
+
+def kda(inputs: Inputs, options: Options) -> tuple[Array, Array]:
+    """-> output [B,T,HV,V] in value's dtype, final_state [B,HV,K,V] fp32."""
+    batch, length, heads, _ = inputs.value.shape
+    group = _chunk_length(length) * options.state_every
+    missing = max(1, -(-length // group)) * group - length
+    if missing:  # filled up with padding, which is skipped
+        marks = inputs.marks
+        if marks is None:
+            marks = jnp.full((batch, length), TOKEN, jnp.int32)
+        inputs = inputs._replace(marks=marks)
+        inputs = inputs._replace(**{name: _pad(getattr(inputs, name), missing) for name in SEQUENCES})
+    output, state = _kda(inputs, options)
+    return (output[:, :length] if missing else output), state
+
+
+def _chunk_length(length: int) -> int:
+    """CHUNK, or for short sequences the power of two that holds them."""
+    return min(CHUNK, max(2, 1 << (length - 1).bit_length()))
+
+
+def _pad(x: Array, count: int) -> Array:
+    widths = [(0, 0, 0), (0, count, 0)] + [(0, 0, 0)] * (x.ndim - 2)
+    return lax.pad(x, np.zeros((), x.dtype), widths)
+
+
+def _cut(x: Array | None, start: Array, size: int) -> Array | None:
+    """x[:, start : start + size], start >= 0."""
+    if x is None:
+        return None
+    index = (0, start) + (0,) * (x.ndim - 2)
+    return lax.dynamic_slice(x, index, (x.shape[0], size, *x.shape[2:]), allow_negative_indices=False)
+
+
+def _put(x: Array, start: Array, part: Array) -> Array:
+    index = (0, start) + (0,) * (x.ndim - 2)
+    return lax.dynamic_update_slice(x, part.astype(x.dtype), index, allow_negative_indices=False)
+
+
+def _heads_first(x: Array) -> Array:
+    """[B,C,H,*] <-> [B,H,C,*]."""
+    return lax.transpose(x, (0, 2, 1, *range(3, x.ndim)))
+
+
+def _cut_inputs(inputs: Inputs, start: Array, size: int) -> Inputs:
+    return inputs._replace(**{name: _cut(getattr(inputs, name), start, size) for name in SEQUENCES})
+
+
+def _prepare(inputs: Inputs, options: Options) -> tuple[Array, ...]:
+    """One chunk's inputs as chunk.py wants them: query, key, value, log_decay, beta."""
+    query, key, value, log_decay, beta = activate(inputs, options)
+    beta = _heads_first(lax.expand_dims(beta, (3,)))
+    return _heads_first(query), _heads_first(key), _heads_first(value), log_decay, beta
+
+
+def _first_state(inputs: Inputs) -> Array:
+    if inputs.initial_state is not None:
+        return inputs.initial_state.astype(jnp.float32)
+    batch, _, heads, width = inputs.value.shape
+    return jnp.zeros((batch, heads, inputs.key.shape[3], width), jnp.float32)
+
+
+def _starts(inputs: Inputs, options: Options) -> tuple[np.ndarray, int]:
+    """First tokens of the chunks as [groups, state_every], and the chunk length."""
+    length = inputs.value.shape[1]
+    size = _chunk_length(length)
+    return np.arange(0, length, size, dtype=np.int32).reshape(-1, options.state_every), size
+
+
+def _forward(inputs: Inputs, options: Options) -> tuple[Array, Array, Array]:
+    """-> output, final state, and the states before each group of `state_every` chunks [groups,B,H,K,V]."""
+    starts, size = _starts(inputs, options)
+
+    def one_chunk(carry: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
+        state, output = carry
+        piece = _cut_inputs(inputs, start, size)
+        part, state = chunk.forward(*_prepare(piece, options), state)
+        output = _put(output, start, keep_tokens(_heads_first(part), piece.marks))
+        return (state, output), None
+
+    def one_group(carry: tuple[Array, Array], starts: Array) -> tuple[tuple[Array, Array], Array]:
+        return lax.scan(one_chunk, carry, starts)[0], carry[0]
+
+    output = lax.full(inputs.value.shape, 0, inputs.value.dtype)
+    (state, output), states = lax.scan(one_group, (_first_state(inputs), output), starts)
+    return output, state, states
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _kda(inputs: Inputs, options: Options) -> tuple[Array, Array]:
+    output, state, _ = _forward(inputs, options)
+    return output, state
+
+
+def _kda_forward(inputs: Inputs, options: Options) -> tuple[tuple[Array, Array], tuple[Inputs, Array]]:
+    output, state, states = _forward(inputs, options)
+    # Everything that is kept for the backward pass, and the one place where it can be named for a memory policy.
+    residuals = inputs, states
+    return (output, state), residuals
+
+
+def _kda_backward(
+    options: Options, residuals: tuple[Inputs, Array], gradients: tuple[Array, Array]
+) -> tuple[Inputs]:
+    inputs, states = residuals
+    d_output, d_state = gradients
+    starts, size = _starts(inputs, options)
+    parameters = [name for name in PARAMETERS if getattr(inputs, name) is not None]
+    differentiable = [*SEQUENCES[:-1], *parameters]
+
+    def states_inside(state: Array, starts: Array) -> Array:
+        """The state before each chunk of a group."""
+        if options.state_every == 1:
+            return state[None]
+
+        def one_chunk(state: Array, start: Array) -> tuple[Array, Array]:
+            return chunk.forward(*_prepare(_cut_inputs(inputs, start, size), options), state)[1], state
+
+        return lax.scan(one_chunk, state, starts)[1]
+
+    def one_chunk(carry: tuple[Array, dict], x: tuple[Array, Array]) -> tuple[tuple[Array, dict], None]:
+        d_state, sums = carry
+        start, state = x
+        piece = _cut_inputs(inputs, start, size)
+
+        def prepare(arrays: dict[str, Array]) -> tuple[Array, ...]:
+            return _prepare(piece._replace(**arrays), options)
+
+        arrays = {name: getattr(piece, name) for name in differentiable}
+        arrays |= {name: arrays[name].astype(jnp.float32) for name in parameters}
+        prepared, pull_back = jax.vjp(prepare, arrays)
+        d_part = keep_tokens(_cut(d_output, start, size).astype(jnp.float32), piece.marks)
+        *d_prepared, d_state = chunk.backward(*prepared, state, _heads_first(d_part), d_state)
+        (parts,) = pull_back(tuple(d_prepared))
+        sums = {
+            name: sums[name] + parts[name] if name in PARAMETERS else _put(sums[name], start, parts[name])
+            for name in differentiable
+        }
+        return (d_state, sums), None
+
+    def one_group(carry: tuple[Array, dict], x: tuple[Array, Array]) -> tuple[tuple[Array, dict], None]:
+        starts, state = x
+        return lax.scan(one_chunk, carry, (starts, states_inside(state, starts)), reverse=True)[0], None
+
+    zeros = {name: jnp.zeros_like(getattr(inputs, name)) for name in differentiable}
+    zeros |= {name: zeros[name].astype(jnp.float32) for name in parameters}  # summed over all chunks
+    (d_state, sums), _ = lax.scan(one_group, (d_state, zeros), (starts, states), reverse=True)
+    sums |= {name: sums[name].astype(getattr(inputs, name).dtype) for name in parameters}
+    if inputs.initial_state is not None:
+        sums["initial_state"] = d_state.astype(inputs.initial_state.dtype)
+    return (Inputs(**(dict.fromkeys(Inputs._fields) | sums)),)
+
+
+_kda.defvjp(_kda_forward, _kda_backward)

@@ -1,0 +1,105 @@
+"""Moving tokens to their experts and back, without capacity: every routed copy of a token is kept.
+
+    rows[i]  = x[token(i)]                        copies sorted by expert, in token order within an expert
+    y[t]     = sum over choices j of weights[t, j] * rows[slot[t, j]]
+
+    dx[t]    = sum over choices j of drows[slot[t, j]]
+    drows[i] = weights[source[i]] * dy[token(i)]
+    dweights[t, j] = dot[slot[t, j]],             dot[i] = <rows[i], dy[token(i)]>
+
+Invariant: `slot` and `source` are each other's inverse on the routed copies and out of bounds elsewhere. So
+    every
+line above is a gather (no scatter of rows, one order of summation), and what is routed nowhere reads as 0 and
+receives gradient 0, whatever is stored there.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt
+
+
+class Plan(NamedTuple):
+    """Where each copy went. M = T * k copies; copy t * k + j is choice j of token t.
+
+    Attributes:
+        source: [M] copy held by each row; M where the row is unused.
+        slot: [T, k] row of each copy; M where it is routed nowhere.
+        weights: [T, k] mixing weights, through which `combine` passes gradients.
+    """
+
+    source: UInt[Array, "M"]
+    slot: UInt[Array, "T k"]
+    weights: Float[Array, "T k"]
+
+
+def make_plan(
+    experts: Int[Array, "T k"], weights: Float[Array, "T k"], num_experts: int
+) -> tuple[Plan, Int[Array, "E"]]:
+    """The plan and the number of rows of each expert (int32)."""
+    copies = experts.size
+    # Unsigned, a negative id is a large one, and indices need no wrap-around arithmetic.
+    expert = lax.min(experts.reshape(copies).astype(jnp.uint32), jnp.uint32(num_experts))
+    row = lax.iota(jnp.uint32, copies)
+    sorted_expert, source = lax.sort((expert, row), num_keys=1, is_stable=True)
+    source = jnp.where(sorted_expert < num_experts, source, copies)
+    slot = jnp.full_like(source, copies).at[source].set(row, mode="drop")
+    group_sizes = jnp.zeros(num_experts, jnp.int32).at[expert].add(1, mode="drop")
+    return Plan(source, slot.reshape(experts.shape), weights), group_sizes
+
+
+@jax.custom_vjp
+def gather_rows(
+    x: Float[Array, "T L"], source: UInt[Array, "M"], slot: UInt[Array, "T k"]
+) -> Float[Array, "M L"]:
+    """Row i is the token of copy source[i]; unused rows are 0."""
+    return _take(x, _token(source, slot))
+
+
+def _gather_rows_forward(x, source, slot):
+    return gather_rows(x, source, slot), slot
+
+
+def _gather_rows_backward(slot, drows):
+    return jnp.sum(_wide(_take(drows, slot)), axis=1).astype(drows.dtype), None, None
+
+
+gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+
+
+@jax.custom_vjp
+def mix_rows(rows: Float[Array, "M L"], plan: Plan) -> Float[Array, "T L"]:
+    """Token t is the weighted sum of its rows, accumulated in fp32 at least; unused rows are not read."""
+    copies = _wide(_take(rows, plan.slot))
+    return jnp.sum(copies * plan.weights[:, :, None], axis=1).astype(rows.dtype)
+
+
+def _mix_rows_forward(rows, plan):
+    return mix_rows(rows, plan), (rows, plan)
+
+
+def _mix_rows_backward(residuals, dy):
+    rows, (source, slot, weights) = residuals
+    dy = _wide(_take(dy, _token(source, slot)))
+    drows = dy * _take(weights.reshape(slot.size), source)[:, None]
+    dweights = _take(jnp.sum(_wide(rows) * dy, axis=1), slot)
+    return drows.astype(rows.dtype), Plan(None, None, dweights.astype(weights.dtype))
+
+
+mix_rows.defvjp(_mix_rows_forward, _mix_rows_backward)
+
+
+def _token(source, slot):
+    """Token of each row; out of bounds where the row is unused."""
+    return lax.div(source, jnp.full_like(source, slot.shape[1]))
+
+
+def _take(array, index):
+    """array[index] with 0 where the index is out of bounds."""
+    return jnp.asarray(array).at[index].get(mode="fill", fill_value=0)
+
+
+def _wide(array):
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))

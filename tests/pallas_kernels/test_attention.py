@@ -1,0 +1,194 @@
+"""mla_attention against softmax attention in float64 numpy, document by document, gradients by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_files import assert_close
+from jax.extend.core import jaxprs_in_params
+
+from pallas_kernels.attention import mla_attention, xla
+
+HEADS, OWN, SHARED, VALUE = 3, 6, 4, 5
+NAMES = "output", "row_max", "dquery", "dkey", "dkey_shared", "dvalue"
+
+
+def inputs(length, batch=2, seed=0):
+    rng = np.random.default_rng(seed)
+    lead = batch, length
+    shapes = (*lead, HEADS, OWN + SHARED), (*lead, HEADS, OWN), (*lead, SHARED), (*lead, HEADS, VALUE)
+    return [rng.normal(size=s).astype(np.float32) for s in (*shapes, shapes[3])]
+
+
+def oracle(query, key, key_shared, value, doutput, segment_ids, scale):
+    """The six arrays of NAMES, one document and one head at a time."""
+    query, key, key_shared, value, doutput = (
+        np.asarray(a, np.float64) for a in (query, key, key_shared, value, doutput)
+    )
+    batch, length = query.shape[:2]
+    output, row_max = np.zeros_like(value), np.full((batch, HEADS, length), -np.inf)
+    dquery, dkey, dshared, dvalue = (np.zeros_like(a) for a in (query, key, key_shared, value))
+    for b, h in np.ndindex(batch, HEADS):
+        for document in set(segment_ids[b]) - {0}:
+            at = np.flatnonzero(segment_ids[b] == document)
+            k, q, v, do = (
+                np.c_[key[b, at, h], key_shared[b, at]],
+                query[b, at, h],
+                value[b, at, h],
+                doutput[b, at, h],
+            )
+            logits = np.where(np.tri(len(at), dtype=bool), scale * q @ k.T, -np.inf)
+            row_max[b, h, at] = logits.max(1)
+            p = np.exp(logits - logits.max(1, keepdims=True))
+            p /= p.sum(1, keepdims=True)
+            output[b, at, h] = p @ v
+            dp = do @ v.T
+            dlogits = scale * p * (dp - (p * dp).sum(1, keepdims=True))
+            dquery[b, at, h], dvalue[b, at, h] = dlogits @ k, p.T @ do
+            dk = dlogits.T @ q
+            dkey[b, at, h] = dk[:, :OWN]
+            dshared[b, at] += dk[:, OWN:]
+    return output, row_max, dquery, dkey, dshared, dvalue
+
+
+def run(arrays, segment_ids=None, chunk=None, **options):
+    """The same six arrays; `chunk` cuts the queries into pieces smaller than the module's own."""
+
+    @jax.jit
+    def forward_and_gradients(*arrays):
+        def attention(*arrays):
+            if chunk is None:
+                return mla_attention(*arrays, segment_ids=segment_ids, **options)
+            return xla.attention(*arrays, segment_ids, (OWN + SHARED) ** -0.5, chunk)
+
+        (output, row_max), pull = jax.vjp(attention, *arrays[:4])
+        # row_max carries no gradient: what comes back to it must not matter.
+        return output, row_max, *pull((arrays[4], jnp.ones_like(row_max)))
+
+    return [np.asarray(a, np.float64) for a in forward_and_gradients(*arrays)]
+
+
+def check(actual, expected, tolerances):
+    for name, a, e, tolerance in zip(NAMES, actual, expected, tolerances, strict=True):
+        seen = e > -np.inf
+        np.testing.assert_array_equal(a > -np.inf, seen, name)
+        assert_close(np.where(seen, a, 0), np.where(seen, e, 0), tolerance, name)
+
+
+FP32 = (1e-6, 1e-6, 3e-6, 3e-6, 3e-6, 3e-6)
+
+
+@pytest.mark.parametrize(
+    "length, chunk", [(1, None), (2, None), (17, None), (64, 32), (130, None), (130, 64)]
+)
+def test_one_document(length, chunk):
+    arrays = inputs(length)
+    expected = oracle(*arrays, np.ones((2, length), int), 10**-0.5)
+    check(run(arrays, chunk=chunk), expected, FP32)
+
+
+def packed(length):
+    """Documents of various lengths; padding at the end, at the start, between documents, and a row of it."""
+    rows = np.zeros((3, length), np.int32)
+    rows[0, : length // 3], rows[0, length // 3 : length - 5] = 7, 3
+    rows[1, 4 : length // 2], rows[1, length // 2 + 9 :] = 1, 2
+    rows[1, length // 2 + 3 : length // 2 + 4] = 9
+    return rows
+
+
+@pytest.mark.parametrize("length, chunk", [(40, None), (130, 64)])
+def test_documents_are_alone_and_padding_may_hold_nan(length, chunk):
+    segment_ids = packed(length)
+    arrays = inputs(length, batch=3)
+    expected = oracle(*arrays, segment_ids, 10**-0.5)
+    for array in arrays:
+        array[segment_ids == 0] = np.nan
+    actual = run(arrays, segment_ids, chunk)
+    check(actual, expected, FP32)
+    for array in (actual[0], *actual[2:]):
+        assert (array[segment_ids == 0] == 0).all()
+
+
+def test_no_tokens():
+    output, row_max, *gradients = run(inputs(0))
+    assert output.shape == (2, 0, HEADS, VALUE) and row_max.shape == (2, HEADS, 0)
+    assert [g.shape for g in gradients] == [a.shape for a in inputs(0)[:4]]
+
+
+def test_scale():
+    arrays = inputs(9)
+    check(run(arrays, scale=0.5), oracle(*arrays, np.ones((2, 9), int), 0.5), FP32)
+
+
+@pytest.mark.parametrize("chunk", [None, 32])
+def test_the_past_is_bitwise_independent_of_the_future(chunk):
+    arrays, edited = inputs(70), inputs(70)
+    for array, other in zip(edited, inputs(70, seed=1), strict=True):
+        array[:, 41:] = 50 * other[:, 41:]
+    for each in (arrays, edited):
+        each[4][:, 41:] = 0  # a loss on the prefix
+    first, second = run(arrays, chunk=chunk), run(edited, chunk=chunk)
+    np.testing.assert_array_equal(first[0][:, :41], second[0][:, :41])
+    np.testing.assert_array_equal(first[1][:, :, :41], second[1][:, :, :41])
+    for name, a, b in zip(NAMES[2:], first[2:], second[2:], strict=True):
+        np.testing.assert_array_equal(a[:, :41], b[:, :41], name)
+        assert (a[:, 41:] == 0).all(), name
+
+
+def test_large_logits_stay_finite():
+    arrays = inputs(20)
+    arrays[0] *= 1e4
+    expected = oracle(*arrays, np.ones((2, 20), int), 10**-0.5)
+    actual = run(arrays)
+    assert_close(actual[1], expected[1], 1e-6, "row_max")
+    assert all(np.isfinite(a).all() for a in actual)
+
+
+def test_bf16():
+    """Relative rms against fp32 mathematics on the same rounded inputs, design.md section 5."""
+    arrays = [jnp.asarray(a, jnp.bfloat16) for a in inputs(130)]
+    expected = oracle(*arrays, np.ones((2, 130), int), 10**-0.5)
+    for name, a, e in zip(NAMES, run(arrays, chunk=64), expected, strict=True):
+        error = np.sqrt(np.mean((a - e) ** 2) / np.mean(e**2))
+        assert error < {"output": 5e-3, "row_max": 1e-6}.get(name, 8e-3), f"{name}: {error:.2g}"
+    output, row_max = jax.eval_shape(mla_attention, *arrays[:4])
+    assert output.dtype == jnp.bfloat16 and row_max.dtype == jnp.float32
+
+
+def gradient(*arrays):
+    return jax.grad(lambda *a: mla_attention(*a)[0].sum(), argnums=(0, 1, 2, 3))(*arrays)
+
+
+def test_memory_is_linear_and_programs_stay_small():
+    def temporary(length):
+        return (
+            jax.jit(gradient)
+            .lower(*inputs(length, batch=1)[:4])
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
+
+    assert temporary(4096) < 5 * temporary(1024)
+
+    def equations(jaxpr):
+        return sum(1 + sum(map(equations, jaxprs_in_params(e.params))) for e in jaxpr.eqns)
+
+    def packed_gradient(segment_ids, *arrays):
+        return jax.vjp(lambda *a: mla_attention(*a, segment_ids=segment_ids)[0], *arrays[:4])[1](arrays[4])
+
+    for length in (64, 600):
+        arrays = jnp.ones((2, length), jnp.int32), *inputs(length)
+        assert equations(jax.make_jaxpr(packed_gradient)(*arrays).jaxpr) <= 200
+
+
+def test_bad_arguments():
+    query, key, shared, value, _ = inputs(4)
+    with pytest.raises(ValueError, match=r"channels.*\(2, 4, 3, 9\)"):
+        mla_attention(query[..., 1:], key, shared, value)
+    with pytest.raises(ValueError, match="batch, tokens or heads"):
+        mla_attention(query, key[:, :3], shared, value)
+    with pytest.raises(ValueError, match="segment_ids"):
+        mla_attention(query, key, shared, value, segment_ids=jnp.ones((2, 3), jnp.int32))
+    with pytest.raises(ValueError, match="'fast'"):
+        mla_attention(query, key, shared, value, implementation="fast")

@@ -1,0 +1,217 @@
+"""permute, grouped_matmul and combine against loops over experts in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_files import assert_close
+from jax.extend.core import jaxprs_in_params
+
+from pallas_kernels.moe import combine, grouped_matmul, permute
+from pallas_kernels.moe.grouped_matmul import _block_table, block_rows
+
+IMPLEMENTATIONS = ["blocked", "ragged"]
+
+
+def product_oracle(lhs, rhs, group_sizes, dout):
+    """Output and both gradients, one group at a time, float64."""
+    lhs, rhs, dout = (np.asarray(a, np.float64) for a in (lhs, rhs, dout))
+    out, dlhs, drhs = np.zeros((len(lhs), rhs.shape[2])), np.zeros_like(lhs), np.zeros_like(rhs)
+    end = 0
+    for group, size in enumerate(group_sizes):
+        rows = slice(end, end + size)
+        end += size
+        out[rows] = lhs[rows] @ rhs[group]
+        dlhs[rows] = dout[rows] @ rhs[group].T
+        drhs[group] = lhs[rows].T @ dout[rows]
+    return out, dlhs, drhs
+
+
+def product_and_gradients(implementation):
+    def run(lhs, rhs, group_sizes, dout):
+        product = partial(grouped_matmul, group_sizes=group_sizes, implementation=implementation)
+        out, pull = jax.vjp(product, lhs, rhs)
+        return out, *pull(dout)
+
+    return jax.jit(run)
+
+
+def random_product(rng, rows, inner, outer, groups):
+    lhs, rhs = rng.normal(size=(rows, inner)), rng.normal(size=(groups, inner, outer))
+    return [a.astype(np.float32) for a in (lhs, rhs, rng.normal(size=(rows, outer)))]
+
+
+# rows, inner, outer; sizes that share a program (the block sizes are 16, 128 and, for one row, 1)
+PRODUCTS = {
+    "odd": (37, 5, 7, [[8, 9, 3, 16, 1], [0, 0, 37, 0, 0], [37, 0, 0, 0, 0], [0, 17, 0, 3, 0], [0] * 5]),
+    "long": (300, 8, 6, [[130, 170], [300, 0], [0, 300], [1, 299], [0, 17], [128, 128]]),
+    "one row": (1, 3, 2, [[0, 1, 0], [1, 0, 0], [0, 0, 0]]),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_product_equals_a_loop_over_groups_and_ignores_the_tail(case, implementation):
+    rows, inner, outer, all_sizes = PRODUCTS[case]
+    run = product_and_gradients(implementation)
+    for sizes in all_sizes:
+        lhs, rhs, dout = random_product(np.random.default_rng(0), rows, inner, outer, len(sizes))
+        expected = product_oracle(lhs, rhs, sizes, dout)
+        lhs[sum(sizes) :] = dout[sum(sizes) :] = np.nan
+        actual = run(lhs, rhs, np.array(sizes, np.int32), dout)
+        for name, a, e in zip(("out", "dlhs", "drhs"), actual, expected, strict=True):
+            assert_close(a, e, 2e-6, f"{case} {sizes} {name}")
+        out, dlhs, drhs = map(np.asarray, actual)
+        assert (out[sum(sizes) :] == 0).all() and (dlhs[sum(sizes) :] == 0).all()
+        assert (drhs[np.array(sizes) == 0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weight_gradients_of_empty_groups_are_zero_and_others_count_their_rows(implementation, dtype):
+    """faults.md O07: all-ones rows, loss = sum of outputs."""
+    run = product_and_gradients(implementation)
+    lhs, rhs = jnp.ones((16, 64), dtype), jnp.full((4, 64, 32), 0.5, dtype)
+    for sizes in ([8, 0, 8, 0], [0, 0, 0, 16], [16, 0, 0, 0], [1, 0, 14, 1], [0, 0, 0, 0]):
+        out, dlhs, drhs = run(lhs, rhs, np.array(sizes, np.int32), jnp.ones((16, 32), dtype))
+        np.testing.assert_array_equal(drhs, np.ones((1, 64, 32)) * np.array(sizes)[:, None, None])
+        np.testing.assert_array_equal(
+            dlhs, np.ones((1, 64)) * np.where(np.arange(16) < sum(sizes), 16, 0)[:, None]
+        )
+        assert out.dtype == dlhs.dtype == drhs.dtype == dtype
+
+
+def test_bf16_accumulates_in_fp32():
+    """600 rows of ones: a bf16 sum would stop at 256. Random values: within bf16's rounding of the output."""
+    run = product_and_gradients("blocked")
+    ones = jnp.ones((600, 600), jnp.bfloat16)
+    out, dlhs, drhs = run(ones, jnp.ones((1, 600, 8), jnp.bfloat16), np.array([600], np.int32), ones[:, :8])
+    assert (out == 600).all() and (dlhs == 8).all() and (drhs == 600).all()
+    random = random_product(np.random.default_rng(1), 600, 600, 8, 1)
+    lhs, rhs, dout = (a.astype(jnp.bfloat16) for a in random)
+    expected = product_oracle(lhs, rhs, [600], dout)
+    for actual, e in zip(run(lhs, rhs, np.array([600], np.int32), dout), expected, strict=True):
+        assert np.sqrt(np.mean((np.asarray(actual, np.float64) - e) ** 2) / np.mean(e**2)) < 3e-3
+
+
+def test_blocks_follow_the_active_rows():
+    for sizes in ([512] * 16, [8192] + [0] * 15, [3, 0, 5] + [0] * 13, [0] * 16):
+        size, ends = block_rows(8192, 16), _block_table(jnp.array(sizes, jnp.int32), 8192)[1]
+        assert size == 128
+        assert int(ends[-1]) == sum(-(-s // size) for s in sizes)
+
+
+def test_no_rows_and_bad_shapes():
+    no_rows = partial(grouped_matmul, jnp.ones((0, 4)), group_sizes=jnp.zeros(2, jnp.int32))
+    out, pull = jax.vjp(no_rows, jnp.ones((2, 4, 3)))
+    assert out.shape == (0, 3) and (pull(out)[0] == 0).all()
+    lhs, rhs, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([2, 3])
+    for bad in ((lhs[:, :3], rhs, sizes), (lhs, rhs, sizes[:1]), (lhs.astype(jnp.bfloat16), rhs, sizes)):
+        with pytest.raises(ValueError, match="grouped_matmul"):
+            grouped_matmul(*bad)
+    with pytest.raises(ValueError, match="'fast'"):
+        grouped_matmul(lhs, rhs, sizes, implementation="fast")
+
+
+def routing(rng, tokens, experts, k):
+    """Distinct experts per token, some tokens routed nowhere (by various ids that mean it), and weights."""
+    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
+    for token, nowhere in zip((0, tokens // 2, tokens - 1), (experts, -1, experts + 3), strict=True):
+        ids[token] = nowhere
+    ids[1, 0] = experts  # one choice of a routed token
+    return ids, rng.random((tokens, k)).astype(np.float32)
+
+
+def test_permute_sorts_by_expert_and_combine_undoes_it():
+    rng = np.random.default_rng(2)
+    tokens, experts, k, latent = 23, 6, 3, 4
+    ids, weights = routing(rng, tokens, experts, k)
+    ids[ids == 4] = 2  # expert 4 gets nothing, and some tokens visit expert 2 twice
+    routed = (ids >= 0) & (ids < experts)
+    x = rng.normal(size=(tokens, latent)).astype(np.float32)
+    x[~routed.any(1)] = np.nan
+    permuted = jax.jit(partial(permute, num_experts=experts))
+    rows, group_sizes, plan = permuted(x, ids, weights)
+    expected = [x[t] for e in range(experts) for t in range(tokens) for j in range(k) if ids[t, j] == e]
+    np.testing.assert_array_equal(rows[: len(expected)], np.array(expected))
+    assert (rows[len(expected) :] == 0).all() and rows.shape == (tokens * k, latent)
+    np.testing.assert_array_equal(group_sizes, [(ids == e).sum() for e in range(experts)])
+    assert group_sizes.dtype == jnp.int32 and group_sizes[4] == 0
+
+    drows = rng.normal(size=rows.shape).astype(np.float32)
+    drows[len(expected) :] = np.nan
+    y, pull = jax.vjp(lambda r, w: combine(r, plan._replace(weights=w)), jnp.array(drows), jnp.array(weights))
+    dy = rng.normal(size=y.shape).astype(np.float32)
+    dy[~routed.any(1)] = np.nan
+    (dx,) = jax.vjp(lambda x: permuted(x, ids, weights)[0], x)[1](drows)
+    order = [(t, j) for e in range(experts) for t in range(tokens) for j in range(k) if ids[t, j] == e]
+    y_expected, dx_expected = np.zeros((2, tokens, latent))
+    pulled_expected, dweights_expected = np.zeros(rows.shape), np.zeros(weights.shape)
+    for row, (t, j) in enumerate(order):
+        y_expected[t] += np.float64(weights[t, j]) * drows[row]
+        dx_expected[t] += drows[row]
+        pulled_expected[row] = np.float64(weights[t, j]) * dy[t]
+        dweights_expected[t, j] = drows[row].astype(np.float64) @ dy[t]
+    assert_close(y, y_expected, 1e-6, "y")
+    assert_close(dx, dx_expected, 1e-6, "dx")
+    assert_close(pull(dy)[0], pulled_expected, 1e-6, "drows")
+    assert_close(pull(dy)[1], dweights_expected, 1e-6, "dweights")
+
+
+def moe(x, weights, w1, w2, ids):
+    rows, group_sizes, plan = permute(x, ids, weights, num_experts=len(w1))
+    return combine(grouped_matmul(jnp.tanh(grouped_matmul(rows, w1, group_sizes)), w2, group_sizes), plan)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_whole_layer_equals_a_dense_loop_over_experts(dtype):
+    """Forward and the gradient of every input; the oracle runs every expert on every token, in fp32."""
+    rng = np.random.default_rng(3)
+    tokens, experts, k = 40, 5, 2
+    ids, weights = routing(rng, tokens, experts, k)
+    shapes = (tokens, 6), (experts, 6, 8), (experts, 8, 6), (tokens, 6)
+    x, w1, w2, dy = (jnp.array(rng.normal(size=s), jnp.float32).astype(dtype) for s in shapes)
+    wide = [a.astype(jnp.float32) for a in (x, jnp.array(weights), w1, w2)]
+
+    def dense(x, weights, w1, w2):
+        y = jnp.zeros_like(x)
+        for e in range(experts):
+            share = jnp.sum(weights * (ids == e), axis=1, keepdims=True)
+            y += share * (jnp.tanh(x @ w1[e]) @ w2[e])
+        return y
+
+    @jax.jit
+    def both(x, weights, w1, w2):
+        y, pull = jax.vjp(lambda *a: moe(*a, ids), x, weights, w1, w2)
+        expected, pull_expected = jax.vjp(dense, *wide)
+        return (y, *pull(dy)), (expected, *pull_expected(dy.astype(jnp.float32)))
+
+    actual, expected = both(x, jnp.array(weights), w1, w2)
+    for name, a, e in zip(("y", "dx", "dweights", "dw1", "dw2"), actual, expected, strict=True):
+        assert_close(a, e, 3e-6 if dtype == jnp.float32 else 2e-2, name)
+    assert actual[0].dtype == dtype and actual[2].dtype == jnp.float32
+
+
+def equations(jaxpr) -> int:
+    return sum(1 + sum(equations(sub) for sub in jaxprs_in_params(e.params)) for e in jaxpr.eqns)
+
+
+def test_programs_stay_small():
+    """The 93-layer train step has a budget of 80,000 equations."""
+    x, ids, weights = jnp.ones((8, 4)), jnp.zeros((8, 2), jnp.int32), jnp.ones((8, 2))
+
+    def product(lhs, rhs, dout):
+        blocked = partial(grouped_matmul, group_sizes=jnp.array([3, 5]), implementation="blocked")
+        return jax.vjp(blocked, lhs, rhs)[1](dout)
+
+    def moved(x, weights, dy):
+        def there_and_back(x, weights):
+            rows, _, plan = permute(x, ids, weights, num_experts=3)
+            return combine(rows, plan)
+
+        return jax.vjp(there_and_back, x, weights)[1](dy)
+
+    assert equations(jax.make_jaxpr(product)(x, jnp.ones((2, 4, 3)), jnp.ones((8, 3))).jaxpr) <= 120
+    assert equations(jax.make_jaxpr(moved)(x, weights, x).jaxpr) <= 80

@@ -1,0 +1,30 @@
+"""Model sizes of the tests. MESH is for scans, meshes and conversions: no two dimensions are equal by chance."""
+
+import dataclasses
+
+from k3jax import config
+
+
+def model(**changes) -> config.ModelConfig:
+    """The `tiny` model with changed fields; `kda`, `mla`, `moe` take dicts of changes."""
+    tiny = config.load("configs/k3.py:tiny").model
+    for group in ("kda", "mla", "moe"):
+        if group in changes:
+            changes[group] = dataclasses.replace(getattr(tiny, group), **changes[group])
+    return dataclasses.replace(tiny, **changes)
+
+
+MESH = model(
+    layers=17, attn_res_block=8, mla_layers=(4, 8, 12, 16, 17), embed=64, mlp=96,
+    kda={"heads": 8, "key_dim": 16, "value_dim": 32},
+    mla={"heads": 8, "q_lora": 40, "kv_lora": 24, "qk_nope": 16, "qk_shared": 8, "value_dim": 16},
+    moe={"routed_experts": 16, "top_k": 4, "latent": 48, "expert_mlp": 32},
+)  # fmt: skip
+
+# The smallest with every kind of layer: dense KDA, KDA and MLA with experts, two blocks.
+SMALL = model(
+    layers=3, attn_res_block=2, mla_layers=(3,), embed=24, mlp=40, vocab=264,
+    kda={"heads": 2, "key_dim": 8, "value_dim": 12},
+    mla={"heads": 2, "q_lora": 20, "kv_lora": 16, "qk_nope": 8, "qk_shared": 4, "value_dim": 10},
+    moe={"routed_experts": 6, "top_k": 2, "latent": 18, "expert_mlp": 14},
+)  # fmt: skip

@@ -1,0 +1,190 @@
+"""train_step: every tensor moves, normalisation by targets (O19), skipped steps, evaluation (O10 a), program size."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sizes
+
+from k3jax import config as configs
+from k3jax.evaluate import make_evaluate
+from k3jax.model import parameters
+from k3jax.model.loss import cross_entropy
+from k3jax.optim import make_optimizer
+from k3jax.step import TrainState, abstract_decoder, init_state, make_train_step
+
+
+def run_config(name="tiny", model=sizes.SMALL, **optim):
+    config = configs.load(f"configs/k3.py:{name}")
+    optim = {"learning_rate": 1e-2, "warmup_steps": 0, **optim}
+    return dataclasses.replace(config, model=model or config.model, optim=dataclasses.replace(config.optim, **optim))
+
+
+def setup(config):
+    decoder = abstract_decoder(config)
+    optimizer, schedule, _ = make_optimizer(config, parameters.variables(decoder))
+    step = jax.jit(make_train_step(config, decoder, optimizer, schedule))
+    return decoder, step, jax.jit(lambda: init_state(config, optimizer))()
+
+
+def batch(seed=0, rows=2, width=16):
+    tokens = jax.random.randint(jax.random.key(seed), (rows, width + 1), 0, 200)
+    ones = jnp.ones((rows, width), jnp.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": ones > 0, "segment_ids": ones}
+
+
+@pytest.fixture(scope="module")
+def small():
+    return setup(run_config())
+
+
+def test_every_tensor_moves(small):
+    """Three steps with a learning rate; layer 1's mix, which nothing reads, gets a gradient of exactly 0."""
+    decoder, step, first = small
+    state = first
+    for at in range(3):
+        state, _ = step(state, batch(at))
+    unread = {f"blocks.0.head.0.attention_res.{name}" for name in ("norm.weight", "query")}
+    still = {path for path, value in state.params.items() if np.array_equal(value, first.params[path])}
+    assert still == unread and unread < set(state.params)
+    assert not np.array_equal(state.router_bias, first.router_bias)
+    np.testing.assert_allclose(state.router_bias.mean(axis=-1), 0, atol=1e-6)
+    bound = state.to_decoder(decoder)
+    np.testing.assert_array_equal(bound.router_bias(), state.router_bias)
+    np.testing.assert_array_equal(bound.lm_head[...], state.params["lm_head"])
+
+
+def test_loss_is_per_target(small):
+    """O19: rows with 1 and 3 targets count as 4 targets, and padding beside them changes nothing."""
+    _, step, state = small
+    both = batch()
+    mask = jnp.zeros_like(both["loss_mask"]).at[0, 5].set(True).at[1, 2:5].set(True)
+    both["loss_mask"] = mask
+    after, metrics = step(state, both)
+    assert metrics["targets"] == 4
+    parts = []
+    for row in range(2):
+        other = dict(both, loss_mask=mask & (jnp.arange(2) == row)[:, None])
+        parts.append(step(state, other)[1])
+    expected = (parts[0]["loss"] * 1 + parts[1]["loss"] * 3) / 4
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    assert abs(float(metrics["loss"] - (parts[0]["loss"] + parts[1]["loss"]) / 2)) > 1e-4
+    empty, nothing = step(state, dict(both, loss_mask=jnp.zeros_like(mask)))
+    assert nothing["loss"] == 0 and np.isfinite(nothing["grad_norm"]) and empty.step == 1
+
+
+def test_arithmetic_probe():
+    """O19: token losses [4] and [1, 1, 1] give 1.75, by the sums that cross_entropy returns."""
+
+    # One-hot hidden states and a head of logits chosen so that -log softmax is 4 and 1.
+    def logit(loss):
+        return np.log(np.exp(-loss) / (1 - np.exp(-loss)))
+
+    hidden = jnp.eye(2)[None]
+    head = jnp.array([[logit(4.0), 0.0], [logit(1.0), 0.0]])
+    four, one = hidden[:, :1], jnp.repeat(hidden[:, 1:], 3, axis=1)
+    rows = jnp.concatenate([jnp.pad(four, ((0, 0), (0, 2), (0, 0))), one])
+    mask = jnp.array([[1, 0, 0], [1, 1, 1]])
+    for piece in (2**20, 2):
+        total, count = cross_entropy(rows, head, jnp.zeros((2, 3), jnp.int32), mask, piece=piece)
+        np.testing.assert_allclose(total / count, 1.75, rtol=1e-6)
+
+
+def test_loss_pieces_agree():
+    """Logits in pieces of 16 tokens (the last one short) against one softmax of all, with gradients, bf16 too."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden, head = jax.random.normal(keys[0], (3, 13, 8)), jax.random.normal(keys[1], (8, 11))
+    targets, mask = jax.random.randint(keys[2], (3, 13), 0, 11), jax.random.bernoulli(keys[3], 0.7, (3, 13))
+
+    def plain(hidden, head):
+        logs = jax.nn.log_softmax(hidden @ head)
+        return -jnp.sum(jnp.where(mask, jnp.take_along_axis(logs, targets[..., None], -1)[..., 0], 0))
+
+    def pieces(hidden, head):
+        return cross_entropy(hidden, head, jnp.where(mask, targets, 10**6), mask, piece=11)[0]
+
+    value, gradients = jax.value_and_grad(pieces, (0, 1))(hidden, head)
+    expected, wanted = jax.value_and_grad(plain, (0, 1))(hidden, head)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(gradient, want, atol=1e-5 * float(jnp.abs(want).max()))
+    narrow = pieces(hidden.astype(jnp.bfloat16), head)
+    assert narrow.dtype == jnp.float32
+    np.testing.assert_allclose(narrow, expected, rtol=2e-2)
+    total, count = cross_entropy(hidden[:, :0], head, targets[:, :0], mask[:, :0])
+    assert total == count == 0
+
+
+def test_not_finite_is_skipped(small):
+    """Parameters, momentum and bias stay; the step and the count go on."""
+    _, step, state = small
+    broken = dataclasses.replace(
+        state, params={**state.params, "lm_head": state.params["lm_head"].at[0, 0].set(jnp.nan)}
+    )
+    after, metrics = step(broken, batch())
+    assert after.step == 1 and metrics["skipped_steps"] == 1 == after.counters["skipped_steps"]
+    before = dataclasses.replace(broken, step=after.step, counters=after.counters)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
+    after, metrics = step(dataclasses.replace(after, params=state.params), batch())
+    assert after.step == 2 and metrics["skipped_steps"] == 1 and np.isfinite(metrics["loss"])
+
+
+def test_evaluation_touches_nothing(small):
+    """O10 (a): a step, three evaluations, a step against the same without evaluations, bit for bit."""
+    decoder, step, state = small
+    evaluate = make_evaluate(run_config(), decoder)
+    plain, _ = step(state, batch(0))
+    between = plain
+    loss = evaluate(between, [batch(seed) for seed in (7, 8, 9)])
+    assert 3 < loss < 8
+    one, two = step(plain, batch(1))[0], step(between, batch(1))[0]
+    for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_padding_leaves_the_bias_alone(small):
+    """Rows of padding change neither loss, gradient norm nor the next router bias."""
+    _, step, state = small
+    whole = batch()
+
+    # The second row is padding in both; in one it holds other tokens and asks for targets' sake.
+    def padded(content):
+        filled = {name: array.at[1].set(False) for name, array in whole.items() if array.dtype == bool}
+        filled["segment_ids"] = whole["segment_ids"].at[1].set(0)
+        return dict(filled, tokens=whole["tokens"].at[1].set(content), targets=whole["targets"].at[1].set(content))
+
+    one, metrics = step(state, padded(0))
+    two, other = step(state, padded(77))
+    assert metrics["targets"] == 16
+    np.testing.assert_allclose(metrics["loss"], other["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], other["grad_norm"], rtol=1e-5)
+    np.testing.assert_array_equal(one.router_bias, two.router_bias)
+
+
+def equations(jaxpr) -> int:
+    """Equations of a jaxpr and of all jaxprs inside it, each use counted."""
+    total = 0
+    for equation in jaxpr.eqns:
+        total += 1
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            total += equations(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+def test_program_of_93_layers_stays_small():
+    """The abstract train step of k3_2p8t: 80,000 equations at most."""
+    config = configs.load("configs/k3.py:k3_2p8t")
+    decoder = abstract_decoder(config)
+    optimizer, schedule, table = make_optimizer(config, parameters.variables(decoder))
+    state: TrainState = jax.eval_shape(lambda: init_state(config, optimizer))
+    shape = config.data.batch_rows, config.data.seq_len
+    ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool)
+    inputs = {"tokens": ids, "targets": ids, "loss_mask": mask, "segment_ids": ids}
+    jaxpr = jax.make_jaxpr(make_train_step(config, decoder, optimizer, schedule))(state, inputs)
+    count = equations(jaxpr.jaxpr)
+    print(f"\n93-layer train step: {count:,} equations, {len(table)} parameter tensors")
+    assert 10_000 < count <= 80_000
