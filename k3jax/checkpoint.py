@@ -19,7 +19,8 @@ class Checkpoints:
     def __init__(self, workdir: str | Path, keep: int):
         self.folder = Path(workdir).absolute() / "checkpoints"
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        handler = ocp.StandardCheckpointHandler()  # named, so that a new process can read what is stored
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handler)
 
     def latest(self) -> int | None:
         """The last complete step, or None."""
@@ -27,14 +28,13 @@ class Checkpoints:
 
     def save(self, step: int, state: Any) -> None:
         """Writes a pytree of arrays and waits until it is complete."""
-        self._manager.save(step, args=ocp.args.StandardSave(_tree(state)))
+        self._manager.save(step, args=ocp.args.StandardSave(_by_name(state)))
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any) -> Any:
         """The state of a step, shaped and placed as `like` (arrays or ShapeDtypeStructs). Raises ConfigError."""
         metadata = self._manager.item_metadata(step)
-        stored = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(metadata)}
-        wanted = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(_tree(like))}
+        stored, wanted = _by_name(metadata), _by_name(like)
         differences = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
         differences += [f"{name} is not known" for name in stored.keys() - wanted.keys()]
         for name in wanted.keys() & stored.keys():
@@ -45,18 +45,18 @@ class Checkpoints:
         if differences:
             shown = "; ".join(sorted(differences)[:5])
             raise ConfigError(f"checkpoint {self.folder / str(step)} does not fit: {shown}")
-        restored = self._manager.restore(step, args=ocp.args.StandardRestore(_tree(like)))
-        return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(restored))
+        restored = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+        return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
 
     def close(self) -> None:
         """Waits for what is being written."""
         self._manager.close()
 
 
-def _name(path) -> str:
-    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+def _by_name(tree: Any) -> dict[str, Any]:
+    """A pytree's leaves by their path, in the tree's order: names are what a round trip must not mix up."""
 
+    def name(path) -> str:
+        return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
-def _tree(state: Any) -> dict[str, Any]:
-    """Any pytree as nested dicts, which is what survives a round trip by name."""
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    return {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -7,6 +7,7 @@ numbers tell; whatever is wrong raises ConfigError, one line that begins with th
 
 import dataclasses
 import importlib.util
+import math
 import re
 import sys
 import types
@@ -283,7 +284,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         fits = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
-        fits = fits and not (isinstance(value, float) and value != value)
+        fits = fits and (not isinstance(value, float) or math.isfinite(value))
     if not fits:
         raise ConfigError(f"{name} must be {_described(hint)}, got {value!r}")
     return value
@@ -389,6 +390,8 @@ def load(spec: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise
     except Exception as error:
         raise ConfigError(f"--config={spec}: {error}") from error
+    if not hasattr(config, "to_dict") and not isinstance(config, Mapping):
+        raise ConfigError(f"--config={spec}: get_config() returned no ConfigDict but {config!r}")
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     for flag in overrides:
         _override(values, flag)

@@ -28,11 +28,6 @@ from k3jax.model import parameters
 from k3jax.optim import format_table, make_optimizer
 from k3jax.step import TrainState, abstract_decoder, init_state, make_train_step
 
-FLAGS = flags.FlagValues()
-flags.DEFINE_string("config", None, "FILE.py[:NAME]; a path, or one of the packaged configs", flag_values=FLAGS)
-flags.DEFINE_string("workdir", None, "folder of this run; a run found there is continued", flag_values=FLAGS)
-flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=FLAGS)
-
 # Fields that a resumed run may change: they alter no number of the steps already taken.
 RESUMABLE = ("train.steps", "eval.", "sample.", "checkpoint.", "memory.")
 HEALTH = ("grad_norm", "learning_rate", "skipped_steps", "max_violation", "max_logit", "gate_saturation")
@@ -61,9 +56,8 @@ def _train(argv: list[str]) -> int:
     # ---- data -------------------------------------------------------------------------------------------------
     tokenizer = data.ByteTokenizer()
     if config.model.vocab < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab must be at least {tokenizer.vocab_size} for this tokenizer, got {config.model.vocab}"
-        )
+        needed = tokenizer.vocab_size
+        raise ConfigError(f"model.vocab must be at least the tokenizer's {needed}, got {config.model.vocab}")
     documents = data.tokenize(data.StandardLibrary("train"), tokenizer)
     held_out = data.tokenize(data.StandardLibrary("held_out"), tokenizer)
     console.print(f"{documents.report()}; {held_out.report()}")
@@ -87,7 +81,9 @@ def _train(argv: list[str]) -> int:
 
     # ---- state ------------------------------------------------------------------------------------------------
     checkpoints = Checkpoints(workdir, config.checkpoint.keep)
-    create = jax.jit(lambda: init_state(config, optimizer))
+    # Drawing the parameters runs once: what it costs is its compilation.
+    quick = {"xla_backend_optimization_level": 0}
+    create = jax.jit(lambda: init_state(config, optimizer), compiler_options=quick)
     first = checkpoints.latest() or 0
     if first > config.train.steps:
         raise ConfigError(f"train.steps = {config.train.steps} is below the checkpoint's step {first} in {workdir}")
@@ -107,43 +103,46 @@ def _train(argv: list[str]) -> int:
     stream = batches.iterate(first)
     done, pending = first, None
 
-    def report(step: int, result: dict, **more: float) -> None:
+    def report(step: int, result: dict, held_out: data.Batches | None = None) -> dict[str, float]:
         values = {metrics.LOSS: float(result["loss"])}  # waits for the step
-        values |= {f"train/{name}": float(result[name]) for name in HEALTH if name in result}
-        values |= meter.measure() | more
+        values |= {f"train/{name}": float(result[name]) for name in HEALTH if name in result} | meter.measure()
+        if held_out is not None:
+            values[metrics.EVAL_LOSS] = evaluate(state, held_out.iterate())
+            meter.restart()
         for writer in writers:
             writer.write(step, values)
+        return values
 
     while done < config.train.steps and not stop.is_set():
         state, result = train_step(state, next(stream))
         done += 1
-        if pending is not None:
+        if pending is not None:  # one step behind, so that the device never waits for the log
             report(done - 1, pending)
         pending = result
         if done % config.eval.every == 0 and done < config.train.steps:
-            jax.block_until_ready(result)
-            loss = evaluate(state, evaluation(config.eval.rows).iterate())
-            report(done, result, **{metrics.EVAL_LOSS: loss})
-            meter.restart()
+            report(done, pending, evaluation(config.eval.rows))
             pending = None
     stream.close()
 
     # ---- end --------------------------------------------------------------------------------------------------
-    if pending is not None and done < config.train.steps:
-        report(done, pending)
     if done > first:
         jax.block_until_ready(state)
         checkpoints.save(done, state)
     checkpoints.close()
     if done < config.train.steps:
-        progress.close()
-        console.print(f"stopped at step {done}; the same command goes on from there")
-        return 0
-    loss = evaluate(state, evaluation(None).iterate())
-    if pending is not None:
-        report(done, pending, **{metrics.EVAL_LOSS: loss})
+        if pending is not None:
+            report(done, pending)
+        loss = None
+    elif pending is not None:
+        progress.message("evaluating on all held-out files")
+        loss = report(done, pending, evaluation(None))[metrics.EVAL_LOSS]
+    else:
+        loss = evaluate(state, evaluation(None).iterate())
     for writer in writers:
         writer.close()
+    if loss is None:
+        console.print(f"stopped at step {done}; the same command goes on from there")
+        return 0
     console.print(f"held-out loss {loss:.4f} nats per byte after {done} steps ({_listed(ngrams)})")
     print(_continuation(config, state, decoder, tokenizer), flush=True)
     console.print(f"checkpoint: {checkpoints.folder / str(done)}")
@@ -151,17 +150,25 @@ def _train(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> tuple[RunConfig | None, Path]:
+    known = flags.FlagValues()
+    about = {
+        "config": "FILE.py[:NAME]; a path, or one of the packaged configs",
+        "workdir": "folder of this run; a run found there is continued",
+    }
+    for name, text in about.items():
+        flags.DEFINE_string(name, None, text, flag_values=known)
+    flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=known)
     overrides = [argument for argument in argv[1:] if argument.startswith("--config.")]
-    rest = FLAGS([argv[0], *(argument for argument in argv[1:] if argument not in overrides)])
-    if FLAGS.help:
-        print(f"{__doc__}\n{FLAGS.get_help()}\nFields of a config, with their meaning: configs/base.py")
+    rest = known([argv[0], *(argument for argument in argv[1:] if argument not in overrides)])
+    if known.help:
+        print(f"{__doc__}\n{known.get_help()}\nFields of a config, with their meaning: configs/base.py")
         return None, Path()
     if len(rest) > 1:
         raise ConfigError(f"unknown argument {rest[1]!r}")
-    for name in ("config", "workdir"):
-        if not FLAGS[name].value:
+    for name in about:
+        if not known[name].value:
             raise ConfigError(f"--{name} is missing")
-    return configs.load(FLAGS.config, overrides), Path(FLAGS.workdir)
+    return configs.load(known.config, overrides), Path(known.workdir)
 
 
 def _claim(workdir: Path, config: RunConfig) -> None:

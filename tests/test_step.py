@@ -62,7 +62,7 @@ def test_loss_is_per_target(small):
     both = batch()
     mask = jnp.zeros_like(both["loss_mask"]).at[0, 5].set(True).at[1, 2:5].set(True)
     both["loss_mask"] = mask
-    after, metrics = step(state, both)
+    _, metrics = step(state, both)
     assert metrics["targets"] == 4
     parts = []
     for row in range(2):

@@ -1,9 +1,12 @@
 """Rows and batches as pure functions of (seed, step).
 
 Epoch e holds every document once, in the order perm(seed, e). All epochs end to end are one endless token
-stream, and row r reads its tokens rT .. rT + T: T inputs and, one further, T targets. Batch s is the rows
-sB .. sB + B - 1.
+stream, and row r reads its tokens rT .. rT + T: T inputs and, one further, T targets. Rows are not taken in
+the stream's order, where a batch would be one long document: the R rows that start in an epoch are walked in
+strides of about 0.618 R, which puts any few successive ones far apart and needs no memory. Batch s is the
+rows of places sB .. sB + B - 1 of that walk.
 
+    place i -> row first + (i - first) stride mod R    first, R: the rows that start in i's epoch
     position p -> epoch p // total -> place in the epoch's token-count index -> (document, offset)
 
 Invariant: nothing is remembered from row to row. Any batch can be asked for at any time, in any order, by
@@ -21,6 +24,7 @@ A batch is a dict of numpy arrays, each [B, T]:
 
 import functools
 import hashlib
+import math
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -46,7 +50,7 @@ def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
 class TrainRows:
     """Rows of the endless training stream, a `grain.sources.RandomAccessDataSource`.
 
-    `rows[r]` is a batch's dict with arrays [T]. `seq_len` is T, in tokens; `seed` in 0 .. 2^64 - 1 orders the
+    `rows[i]` is a batch's dict with arrays [T], for place i of the walk. `seq_len` is T, in tokens; `seed` in 0 .. 2^64 - 1 orders the
     documents.
     """
 
@@ -66,9 +70,15 @@ class TrainRows:
         """Endless for every purpose: as many rows as int64 positions can address."""
         return sys.maxsize // (self.seq_len + 1)
 
-    def __getitem__(self, row: int) -> Batch:
-        start = row * self.seq_len
+    def __getitem__(self, place: int) -> Batch:
+        start = self.row(place) * self.seq_len
         return _pack(self.documents, self.pieces(start, start + self.seq_len + 1), self.seq_len)
+
+    def row(self, place: int) -> int:
+        """The stream's row at a place of the walk; both count from 0 and stay inside one epoch."""
+        epoch = place * self.seq_len // self.tokens_per_epoch
+        first, behind = (-(-e * self.tokens_per_epoch // self.seq_len) for e in (epoch, epoch + 1))
+        return first + (place - first) * _stride(behind - first) % (behind - first)
 
     def __repr__(self) -> str:  # grain keys checkpoints by it
         return f"TrainRows({self.documents.name}, seq_len={self.seq_len}, seed={self.seed})"
@@ -162,6 +172,14 @@ class Batches:
         iterator = iter(self.dataset.to_iter_dataset(options))
         iterator.set_state({"next_index": start_step})
         return iterator
+
+
+@functools.lru_cache(maxsize=4)
+def _stride(rows: int) -> int:
+    """The step of a walk through `rows` rows: the number nearest to rows / golden ratio without a common factor."""
+    middle = round(rows * (5**0.5 - 1) / 2)
+    near = (middle + sign * distance for distance in range(rows + 1) for sign in (1, -1))
+    return next(step for step in near if step >= 1 and math.gcd(step, rows) == 1)
 
 
 def stream_hash(batches: Iterable[Batch]) -> str:

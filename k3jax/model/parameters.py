@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from k3jax.model.common import RouterBias
 from k3jax.model.decoder import Decoder
 
 # fp32 in every forward pass (design: numbers that decide): statistics, gates, mixing and the router.
@@ -20,15 +19,7 @@ KEPT_FP32 = ("router.weight", "a_log", "dt_bias", "norm.weight", "query")
 
 def variables(decoder: Decoder) -> dict[str, nnx.Param]:
     """Path -> nnx.Param, with its metadata (`logical_axes`, `matrix_axes`, `weight_decay`)."""
-    return {".".join(map(str, path)): variable for path, variable in _flat(decoder) if _is(variable, nnx.Param)}
-
-
-def _flat(decoder: Decoder):
-    return nnx.to_flat_state(nnx.state(decoder))
-
-
-def _is(variable: nnx.Variable, kind: type) -> bool:
-    return issubclass(variable.type, kind) if hasattr(variable, "type") else isinstance(variable, kind)
+    return {".".join(map(str, path)): param for path, param in nnx.to_flat_state(nnx.state(decoder, nnx.Param))}
 
 
 def values(decoder: Decoder) -> dict[str, Array]:
@@ -65,7 +56,7 @@ def count(decoder: Decoder) -> tuple[int, int]:
     """
     total = passive = 0
     moe = decoder.config.moe
-    for path, variable in _flat(decoder):
+    for path, variable in nnx.to_flat_state(nnx.state(decoder)):
         size, axes = variable.get_value().size, variable.get_metadata("logical_axes")
         total += size
         if path == ("embed",):
@@ -73,6 +64,3 @@ def count(decoder: Decoder) -> tuple[int, int]:
         elif "expert_mlp" in axes:
             passive += size // moe.routed_experts * (moe.routed_experts - moe.top_k)
     return total, total - passive
-
-
-__all__ = ["RouterBias", "bind", "count", "values", "variables"]

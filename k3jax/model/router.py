@@ -2,7 +2,7 @@
 
     s = sigmoid(W_r x);   T = top-k of s + bias;   p_j = scaling * s_j / sum_T s          all fp32
     Quantile Balancing: alpha = the (k+1)-th largest s + bias of a token; r_j = alpha - s_j is the bias that would just
-    bring expert j into the choice. The next bias of j is the (k/E)-quantile of r_j over the tokens of the step, centred.
+    bring expert j into the choice. The next bias of j is the (k/E)-quantile of r_j over a step's tokens, centred.
     Sign rule: bias_j += rate * sign(mean load - load_j), centred.
 
 r is counted in BINS bins over [min bias - 1, max bias + 1], so a step's quantile needs integer sums only, whatever the

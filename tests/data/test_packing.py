@@ -52,11 +52,14 @@ def test_rows_are_the_stream(lengths, seq_len):
             stream += [1000 * int(document) + place for place in range(lengths[document])]
             owner += [(epoch, int(document))] * lengths[document]
     rows = TrainRows(documents_of(*lengths), seq_len, seed=5)
+    count = -(-3 * total // seq_len)
+    places = {rows.row(place): place for place in range(count)}
+    assert sorted(places) == list(range(count))  # the walk takes every row of an epoch before the next epoch's
     inputs = []
-    for row in range(-(-3 * total // seq_len)):
+    for row in range(count):
         here = slice(row * seq_len, (row + 1) * seq_len)
         after = slice(row * seq_len + 1, (row + 1) * seq_len + 1)
-        got = rows[row]
+        got = rows[places[row]]
         inputs += got["tokens"].tolist()
         assert got["tokens"].tolist() == stream[here]
         assert got["targets"].tolist() == stream[after]
@@ -83,6 +86,16 @@ def test_row_by_hand():
     assert (row["targets"][is_eos] == 256).all()
     starts = np.flatnonzero(row["tokens"] == 256)
     assert (np.diff(row["segment_ids"], prepend=0) > 0).nonzero()[0].tolist() == starts.tolist()
+
+
+def test_successive_rows_are_far_apart():
+    """Any 8 successive places: no two rows nearer than a twentieth of the epoch, border rows aside."""
+    documents = documents_of(*[50] * 40)
+    rows = TrainRows(documents, seq_len=4, seed=0)  # 500 rows an epoch
+    assert sorted(rows.row(place) for place in range(500, 1000)) == list(range(500, 1000))
+    for place in range(490):
+        taken = sorted(rows.row(at) for at in range(place, place + 8))
+        assert min(b - a for a, b in zip(taken, taken[1:], strict=False)) >= 500 / 20
 
 
 def test_epochs_and_seeds_differ():
@@ -124,7 +137,7 @@ def test_restart_at_any_step(batches, prefetch):
 def test_far_step_is_as_near_as_any(batches):
     rows = TrainRows(documents_of(3, 4), seq_len=8, seed=0)
     far = 10**15
-    epoch, at = divmod(far * 8, 7)
+    epoch, at = divmod(rows.row(far) * 8, 7)
     assert (
         rows[far]["tokens"][0]
         == np.concatenate([1000 * d + np.arange(3 + d) for d in epoch_order(2, 0, epoch)])[at]

@@ -13,7 +13,7 @@ from golden_files import assert_close
 from k3jax import config as configs
 from k3jax.config import MemoryConfig
 from k3jax.model import parameters
-from k3jax.model.decoder import BlockPlan, Decoder, plan_blocks
+from k3jax.model.decoder import SAVE_ALL, BlockPlan, Decoder, plan_blocks
 from k3jax.model.loss import cross_entropy
 
 
@@ -56,7 +56,7 @@ def test_plan():
 
 
 @functools.cache
-def small(config=sizes.SMALL, memory=MemoryConfig("save_all")):
+def small(config=sizes.SMALL, memory=SAVE_ALL):
     """A model whose pseudo-queries, biases and norms are away from their special initial values."""
 
     @jax.jit
@@ -92,7 +92,8 @@ def test_finite_differences(form):
         config = sizes.model(
             layers=3, attn_res_block=None, mla_layers=(3,), embed=24, mlp=40, activation="swiglu",
             kda={"heads": 2, "key_dim": 8, "value_dim": 12, "output_gate": "low_rank", "lower_bound": None},
-            mla={"heads": 2, "q_lora": None, "kv_lora": 16, "qk_nope": 8, "qk_shared": 4, "value_dim": 10, "output_gate": False},
+            mla={"heads": 2, "q_lora": None, "kv_lora": 16, "qk_nope": 8, "qk_shared": 4, "value_dim": 10,
+                 "output_gate": False},
             moe={"routed_experts": 6, "top_k": 2, "latent": None, "expert_mlp": 14, "balancing": "sign"},
         )  # fmt: skip
     decoder = small(config)
