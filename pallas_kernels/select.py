@@ -13,15 +13,13 @@ from typing import Any
 _log = logging.getLogger("pallas_kernels")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _say(operation: str, name: str, refusals: tuple[str, ...]) -> None:
     """One log line for each different choice, not one for each call."""
     _log.info("%s: %s%s", operation, name, f" ({'; '.join(refusals)})" if refusals else "")
 
 
-def run(
-    operation: str, implementations: Mapping[str, Callable], implementation: str | None, *arguments: Any
-) -> Any:
+def run(operation: str, implementations: Mapping[str, Callable], implementation: str | None, *arguments: Any) -> Any:
     """Calls the named implementation, or without a name the first that does not refuse, and logs which ran.
 
     Args:

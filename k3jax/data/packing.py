@@ -50,8 +50,8 @@ def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
 class TrainRows:
     """Rows of the endless training stream, a `grain.sources.RandomAccessDataSource`.
 
-    `rows[i]` is a batch's dict with arrays [T], for place i of the walk. `seq_len` is T, in tokens; `seed` in 0 .. 2^64 - 1 orders the
-    documents.
+    `rows[i]` is a batch's dict with arrays [T], for place i of the walk. `seq_len` is T, in tokens; `seed` in
+    0 .. 2^64 - 1 orders the documents.
     """
 
     def __init__(self, documents: TokenDocuments, seq_len: int, seed: int):

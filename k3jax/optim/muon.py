@@ -4,17 +4,16 @@
     X = d / (|d|_F + 1e-7);   five times: A = X X^T, X <- a X + (b A + c A^2) X
     p <- (1 - lr wd) p - lr 0.2 sqrt(max(in, out)) X
 
-per block [in, out], (a, b, c) = (3.4445, -4.7750, 2.0315), on the orientation with fewer rows than columns.
-The singular values of X end within about 0.68 to 1.13, so that an update has an rms of about 0.2 lr whatever
-the block's shape.
+per block [in, out], (a, b, c) = (3.4445, -4.7750, 2.0315), on the orientation with no more rows than columns. The
+singular values of X end within about 0.68 to 1.13, so that an update has an rms of about 0.2 lr whatever the block's
+shape.
 
-Which blocks a parameter has is said by its `matrix_axes` = (batch, in, out): three tuples of axis numbers.
-The batch axes (heads, experts, stacked layers) count blocks, the in and out axes are flattened to the two
-sides of a block. Query kernels [embed, heads, head_dim] have ((1,), (0,), (2,)); an output kernel [heads,
-head_dim, embed] has ((), (0, 1), (2,)).
+Which blocks a parameter has is said by its `matrix_axes` = (batch, in, out): three tuples of axis numbers. The batch
+axes (heads, experts, stacked layers) count blocks, the in and out axes are flattened to the two sides of a block. Query
+kernels [embed, heads, head_dim] have ((1,), (0,), (2,)); an output kernel [heads, head_dim, embed] has
+((), (0, 1), (2,)).
 
-Invariant: the blocks are a property of the logical parameter; no mesh and no storage layout changes an
-update.
+Invariant: the blocks are a property of the logical parameter; no mesh and no storage layout changes an update.
 """
 
 import math
@@ -50,8 +49,7 @@ def muon(
     """Muon over a flat dict path -> array, in the Moonlight form; the updates are final, to be added.
 
     Args:
-        learning_rate: a number, or a function of the step count. With the 0.2 scale it is AdamW's (k3.md
-            4.1).
+        learning_rate: a number, or a function of the step count. With the 0.2 scale it is AdamW's (k3.md 4.1).
         momentum: mu.
         weight_decay: wd for all paths, or by path. Decoupled: a step takes lr * wd of the parameter.
         batch_axes: `matrix_axes` of every path.
@@ -69,9 +67,7 @@ def muon(
             raise ValueError(f"muon: batch_axes does not name {', '.join(missing)}")
         for path, param in params.items():
             block_shape(param.shape, batch_axes[path], path)
-        return MuonState(
-            jnp.zeros([], jnp.int32), {k: jnp.zeros(p.shape, jnp.float32) for k, p in params.items()}
-        )
+        return MuonState(jnp.zeros([], jnp.int32), {k: jnp.zeros(p.shape, jnp.float32) for k, p in params.items()})
 
     def update(gradients, state: MuonState, params):
         rate = -(learning_rate(state.count) if callable(learning_rate) else learning_rate)

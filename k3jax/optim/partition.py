@@ -1,12 +1,10 @@
 """Which parameter goes where: Muon and on which blocks, or AdamW, and its weight decay.
 
-Every parameter carries metadata: `matrix_axes` (batch, in, out; None: AdamW) and whether it decays. `TABLE`
-says by name what that metadata must be (k3.md 4.2, 4.3; that gates, norms and pseudo-queries do not decay is
-our choice).
+Every parameter carries metadata: `matrix_axes` (batch, in, out; None: AdamW) and whether it decays. `TABLE` says by
+name what that metadata must be (k3.md 4.2, 4.3; that decay gates, norms and pseudo-queries do not decay is our choice).
 
-Invariant: a parameter that the table does not name, or whose metadata says otherwise, stops the run. Nothing
-lands in an optimizer by default, and the split into blocks follows from the parameter alone, never from a
-shard of it.
+Invariant: a parameter that the table does not name, or whose metadata says otherwise, stops the run. Nothing lands in
+an optimizer by default, and the split into blocks follows from the parameter alone, never from a shard of it.
 """
 
 import math
@@ -34,7 +32,7 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class Row:
-    """Where one parameter goes: `count` blocks (Muon: matrices [in, out]; AdamW: stacked layers)."""
+    """Where one parameter goes: `count` blocks (Muon: matrices [in, out]; AdamW: the arrays of stacked layers)."""
 
     path: str
     shape: tuple[int, ...]
@@ -43,33 +41,34 @@ class Row:
     count: int
     block: tuple[int, ...]
     weight_decay: float
-    note: str
+    split: str  # what Muon's matrices are counted by: "per head" | "per expert" | "whole"; AdamW: ""
 
 
 @dataclass(frozen=True)
 class Kind:
     """What the table says of some names, which are the ends of paths; `*` is any text.
 
-    split: logical axes that count Muon's matrices, besides `layers`, in those parameters that have them.
+    split: logical axis that counts Muon's matrices, besides `layers`, in those parameters that have it.
     """
 
     group: str
     names: tuple[str, ...]
-    note: str
     decay: bool = True
-    split: tuple[str, ...] = ()
+    split: str | None = None
 
+
+ADAM = 0.9, 0.95, 1e-8  # factors of the two moments, eps
 
 TABLE = (
-    Kind("muon", ("q", "k", "v", "q_b", "k_b", "v_b"), "per head", split=("heads",)),
-    Kind("muon", ("o", "g", "g_a", "g_b", "f_a", "f_b", "b", "q_a", "kv_a"), "whole"),
-    Kind("muon", ("router.weight", "latent_down", "latent_up"), "whole"),
-    Kind("muon", ("w1", "w2", "w3"), "per expert, or whole", split=("experts",)),
-    Kind("adamw", ("embed", "lm_head"), "vocabulary"),
-    Kind("adamw", ("q_conv", "k_conv", "v_conv"), "convolution"),
-    Kind("adamw", ("a_log", "dt_bias"), "decay gate", decay=False),
-    Kind("adamw", ("*norm.weight",), "norm", decay=False),
-    Kind("adamw", ("query",), "pseudo-query", decay=False),
+    Kind("muon", ("q", "k", "v", "q_b", "k_b", "v_b"), split="heads"),
+    Kind("muon", ("o", "g", "g_a", "g_b", "f_a", "f_b", "b", "q_a", "kv_a")),
+    Kind("muon", ("router.weight", "latent_down", "latent_up")),
+    Kind("muon", ("w1", "w2", "w3"), split="experts"),  # of routed experts; dense and shared ones have no such axis
+    Kind("adamw", ("embed", "lm_head")),
+    Kind("adamw", ("q_conv", "k_conv", "v_conv")),
+    Kind("adamw", ("a_log", "dt_bias"), decay=False),
+    Kind("adamw", ("*norm.weight",), decay=False),
+    Kind("adamw", ("query",), decay=False),  # the pseudo-queries of Attention Residuals
 )
 
 
@@ -77,8 +76,7 @@ def partition(parameters: Mapping[str, ParamInfo], weight_decay: float = 0.1) ->
     """One row for each parameter, in the order given. weight_decay is that of the parameters that decay.
 
     Raises:
-        ValueError: parameters that the table does not name, or whose metadata contradicts it: all of them by
-        path.
+        ValueError: parameters that the table does not name, or whose metadata contradicts it: all of them by path.
     """
     rows, unnamed, contradictions = [], [], []
     for path, info in parameters.items():
@@ -101,37 +99,48 @@ def _contradiction(info: ParamInfo, kind: Kind) -> str | None:
     if (info.matrix_axes is not None) != (kind.group == "muon"):
         return f"matrix_axes is {info.matrix_axes}, the table says {kind.group}"
     if info.matrix_axes is not None:
-        counted = tuple(i for i, name in enumerate(info.logical_axes) if name in ("layers", *kind.split))
+        counted = tuple(i for i, name in enumerate(info.logical_axes) if name in ("layers", kind.split))
         if tuple(sorted(info.matrix_axes[0])) != counted:
             return f"matrix_axes {info.matrix_axes} of {info.logical_axes}, the table counts over {counted}"
     return None
 
 
 def _row(path: str, info: ParamInfo, kind: Kind, weight_decay: float) -> Row:
+    split = ""
     if info.matrix_axes is not None:
         count, *block = block_shape(info.shape, info.matrix_axes, path)
+        split = f"per {kind.split.removesuffix('s')}" if kind.split in info.logical_axes else "whole"
     else:
         stacked = info.logical_axes[:1] == ("layers",)
         count, block = (info.shape[0], info.shape[1:]) if stacked else (1, info.shape)
     decay = weight_decay if kind.decay else 0.0
-    return Row(path, info.shape, kind.group, info.matrix_axes, count, tuple(block), decay, kind.note)
+    return Row(path, info.shape, kind.group, info.matrix_axes, count, tuple(block), decay, split)
 
 
 def format_table(rows: Iterable[Row]) -> Table:
-    """The rows as a table for rich's `print`, one line for each kind of parameter, layers taken together."""
-    lines: dict[tuple, list[Row]] = {}
+    """The rows as a table for rich's `print`, one line for each kind of parameter, layers taken together.
+
+    Every model of configs/k3.py fits into 80 columns: hence a total of three digits (the exact one is blocks x block).
+    """
+    lines: dict[tuple, int] = {}
     for row in rows:
         name = re.sub(r"^blocks\.\d+\.(head\.\d+|tail\.\d+|groups\.\w+)\.", "*.", row.path)
-        lines.setdefault((name, row.block, row.group, row.note, row.weight_decay), []).append(row)
-    table = Table("parameter", "optimizer", "weight decay", box=None)
-    for title in ("tensors", "blocks", "block", "parameters"):
-        table.add_column(title, justify="right")
-    for (name, block, group, note, decay), members in lines.items():
-        count = sum(row.count for row in members)
-        sides = " x ".join(map(str, block))
-        size = f"{count * math.prod(block):,}"
-        table.add_row(name, f"{group}, {note}", f"{decay:g}", str(len(members)), f"{count:,}", sides, size)
+        line = name, f"{row.group} {row.split}".rstrip(), f"{row.weight_decay:g}", row.block
+        lines[line] = lines.get(line, 0) + row.count
+    table = Table(box=None, pad_edge=False)
+    for title in ("parameter", "optimizer"):
+        table.add_column(title, no_wrap=True)
+    for title in ("decay", "blocks", "block", "total"):
+        table.add_column(title, no_wrap=True, justify="right")
+    for (*texts, block), count in lines.items():
+        table.add_row(*texts, str(count), "x".join(map(str, block)), _short(count * math.prod(block)))
     return table
+
+
+def _short(number: int) -> str:
+    """Three digits and a power of a thousand: 1234567 -> 1.23 M."""
+    power = (len(str(number)) - 1) // 3
+    return f"{float(f'{number / 1000**power:.3g}'):g} {' KMGT'[power]}".rstrip()
 
 
 def build(
@@ -139,21 +148,19 @@ def build(
     *,
     learning_rate: optax.ScalarOrSchedule,
     momentum: float = 0.95,
-    adam_b1: float = 0.9,
-    adam_b2: float = 0.95,
-    eps: float = 1e-8,
 ) -> optax.GradientTransformation:
     """Muon and AdamW under one learning rate over the flat dict of all parameters that the rows name.
 
-    AdamW (k3.md 4.1):  p <- (1 - lr wd) p - lr m' / (sqrt(v') + eps),  m' and v' the bias-corrected moments.
-    The state is {"muon": MuonState, "adamw": optax.ScaleByAdamState}, each over a dict of its own paths.
+    AdamW (k3.md 4.1):  p <- (1 - lr wd) p - lr m' / (sqrt(v') + 1e-8),  m' and v' the bias-corrected moments with
+    factors 0.9 and 0.95. The state is {"muon": MuonState, "adamw": optax.ScaleByAdamState}, each over a dict of its
+    own paths.
     """
     rows = tuple(rows)
     decay = {row.path: row.weight_decay for row in rows}
     axes = {row.path: row.matrix_axes for row in rows if row.group == "muon"}
     parts = {
         "muon": muon(learning_rate, momentum=momentum, weight_decay=decay, batch_axes=axes),
-        "adamw": _adamw(learning_rate, adam_b1, adam_b2, eps, decay),
+        "adamw": _adamw(learning_rate, decay),
     }
 
     def split(tree: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
@@ -175,9 +182,9 @@ def build(
     return optax.GradientTransformation(init, update)
 
 
-def _adamw(learning_rate, b1, b2, eps, decay) -> optax.GradientTransformation:
+def _adamw(learning_rate, decay) -> optax.GradientTransformation:
     """optax's Adam; decay by path and the rate in one place, which keeps the state to count and moments."""
-    adam = optax.scale_by_adam(b1, b2, eps)
+    adam = optax.scale_by_adam(*ADAM)
 
     def update(gradients, state, params):
         rate = -(learning_rate(state.count) if callable(learning_rate) else learning_rate)

@@ -1,10 +1,10 @@
 """Attention for training multi-head latent attention (MLA) without position encoding.
 
-    logit[h,t,s] = scale * query[t,h] . [key[s,h]; key_shared[s]];   output[t,h] = sum_s
-    softmax_s(logit[h,t])_s value[s,h]
+    logit[h,t,s] = scale * query[t,h] . [key[s,h]; key_shared[s]]
+    output[t,h]  = sum_s softmax_s(logit[h,t])_s value[s,h]
 
-over s <= t of the same document (k3.md 2.2; Kimi K3 report, Eq 7). Invariant: position t is bitwise
-independent of anything at later positions, and of other documents.
+over s <= t of the same document (k3.md 2.2; Kimi K3 report, Eq 7). Invariant: position t is bitwise independent of
+all finite numbers at later positions and in other documents; padding may hold anything.
 """
 
 from jaxtyping import Array, Float, Int
@@ -33,8 +33,8 @@ def mla_attention(
         key_shared: [B, T, Ks].
         value: [B, T, H, V].
         scale: factor of the logits; None is K**-0.5.
-        segment_ids: [B, T] integers. Equal non-zero ids of a row are one document, which sees only itself; 0
-            is padding, which may hold anything: output 0, row_max -inf, gradient 0. None: one document.
+        segment_ids: [B, T] integers. Equal non-zero ids of a row are one document, which sees only itself; 0 is
+            padding, which may hold anything: output 0, row_max -inf, gradient 0. None: one document.
         implementation: "xla" or None, the automatic choice.
 
     Returns:

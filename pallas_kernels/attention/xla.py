@@ -1,12 +1,13 @@
 """Causal attention with a key part that all heads share, chunk by chunk over the queries, by XLA.
 
-    logit[h,t,s] = scale * (q[t,h,:Kn] . key[s,h] + q[t,h,Kn:] . key_shared[s]) row_max[h,t] = max over s of
-    logit[h,t,s]      over s <= t of t's document output[t,h]  = sum over s of e^(logit[h,t,s] - row_max[h,t])
-    value[s,h] / sum over s of e^(logit[h,t,s] - row_max[h,t])
+    logit[h,t,s] = scale * (query[t,h,:Kn] . key[s,h] + query[t,h,Kn:] . key_shared[s])      s <= t, t's document
+    row_max[h,t] = max_s logit[h,t,s]
+    weight[s]    = e^(logit[h,t,s] - row_max[h,t])
+    output[t,h]  = sum_s weight[s] value[s,h] / sum_s weight[s]
 
-The shared part is not copied to the heads. Invariant: memory is linear in T: at most `QUERY_CHUNK` rows of
-logits live at a time, in the backward pass too, which recomputes them. Logits, softmax and output are fp32
-until the last cast, so the backward pass sees an unrounded output (K3 report, 2.2).
+The shared part is not copied to the heads. Invariant: memory is linear in T: at most `QUERY_CHUNK` rows of logits live
+at a time, in the backward pass too, which recomputes them. Logits, softmax and output are fp32 until the last cast, so
+the backward pass sees an unrounded output (K3 report, 2.2).
 """
 
 import jax
@@ -39,8 +40,7 @@ def attention(
         wide = {"preferred_element_type": jnp.float32}
         own, shared = jnp.split(query.swapaxes(1, 2), [key.shape[-1]], axis=-1)
         logits = jnp.einsum("bhck,bshk->bhcs", own, key, **wide)
-        # Against the shared key all heads' queries are rows of one product; as two axes XLA:CPU's gradient is
-        # slow.
+        # Against the shared key all heads' queries are rows of one product; as two axes XLA:CPU's gradient is slow.
         shared = shared.reshape(batch, -1, shared.shape[-1])
         logits += jnp.einsum("brk,bsk->brs", shared, key_shared, **wide).reshape(logits.shape)
         position = first + lax.iota(jnp.int32, query.shape[1])

@@ -35,7 +35,7 @@ def kda(
     state_every: int = 1,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "B HV K V"]]:
-    """Gated delta rule with one decay per key channel (Kimi Linear, arXiv 2510.26692; K3, arXiv 2607.24653, eq. 1 and 5).
+    """Gated delta rule with one decay per key channel (Kimi Linear, arXiv 2510.26692; K3, 2607.24653, eq. 1 and 5).
 
     Args:
         query, key: value head h reads head h // (HV / H); HV is a multiple of H.
@@ -108,7 +108,8 @@ def _check(query, key, value, log_decay, beta, a_log, dt_bias, lower_bound, init
     for name, (array, shape) in expected.items():
         if array is not None and array.shape != shape:
             raise ValueError(
-                f"kda: {name} has shape {array.shape}, expected {shape} beside query {query.shape} and value {value.shape}"
+                f"kda: {name} has shape {array.shape}, expected {shape}"
+                f" beside query {query.shape} and value {value.shape}"
             )
     if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(f"kda: segment_ids are {segment_ids.dtype}, expected integers")

@@ -37,7 +37,7 @@ class Tables(NamedTuple):
     diagonal: np.ndarray  # [1, 1, C, C]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tables(length: int) -> Tables:
     """The constants for chunks of `length` tokens, a power of two >= 2."""
     row, column = np.arange(length)[:, None], np.arange(length)[None]
@@ -76,7 +76,7 @@ def _matmul_tn(a: Array, b: Array) -> Array:
 
 
 def _row_sums(x: Array, copies: int) -> Array:
-    """[..., n] -> [..., copies]: the sum over the last axis, as a product with ones (a plain reduction is slow on CPUs)."""
+    """[..., n] -> [..., copies]: sums over the last axis, as a product with ones: reductions are slow on CPUs."""
     ones = np.ones((x.shape[-1], copies), np.float32)
     return lax.dot_general(x, ones, (((x.ndim - 1,), (0,)), ((), ())), precision=F32_PRECISE)
 
@@ -111,7 +111,7 @@ def _inverse(lower: Array, pairs: np.ndarray) -> Array:
 
 
 class _Parts(NamedTuple):
-    """What both passes need of a chunk. Query and key are two sets of rows, [q; k], wherever they meet the same matrix."""
+    """What both passes need of a chunk. [q; k] are stacked as rows wherever they meet the same matrix."""
 
     factors: Array  # [B,H,levels,C,K]
     rows_levels: Array  # [B,H,levels,2C,K]: [q; k] * factors
@@ -157,9 +157,7 @@ def _parts(query: Array, key: Array, value: Array, log_decay: Array, beta: Array
     )  # fmt: skip
 
 
-def forward(
-    query: Array, key: Array, value: Array, log_decay: Array, beta: Array, state: Array
-) -> tuple[Array, Array]:
+def forward(query: Array, key: Array, value: Array, log_decay: Array, beta: Array, state: Array) -> tuple[Array, Array]:
     """One chunk: -> output [B,H,C,V] and the state after it [B,H,K,V]."""
     p = _parts(query, key, value, log_decay, beta, state)
     return p.answers + _matmul(p.scores, p.update), p.total * state + _matmul_tn(p.key_write, p.update)

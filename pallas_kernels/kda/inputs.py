@@ -1,8 +1,8 @@
 """From what the caller hands over to what the recurrence consumes: masks, gates, normalisation, head groups.
 
-    q = scale * n(query), k = n(key), n(x) = x / sqrt(sum x^2 + 1e-6) or x      value head h reads key head h // (HV / H)
-    log_decay = z;  with a_log and z = raw + dt_bias:  -e^a_log softplus(z),  or with a bound  bound * sigmoid(e^a_log z)
-    beta = b or sigmoid(b)
+    q = scale * n(query), k = n(key);  n(x) = x / sqrt(sum x^2 + 1e-6) or x
+    log_decay as given, or with a_log and z = raw + dt_bias:  -e^a_log softplus(z), or bound * sigmoid(e^a_log z)
+    beta as given, or sigmoid(beta);   value head h reads key head h // (HV / H)
 
 (Kimi Linear, arXiv 2510.26692; K3 report, arXiv 2607.24653, equation 5 for the bounded gate.)
 
@@ -13,6 +13,7 @@ Invariant: nothing that padding holds, NaN and inf included, reaches a result or
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -24,7 +25,7 @@ FORGET = -1e30  # a log decay whose exponential is exactly 0, and finite so that
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call; shapes as in `kda`. `marks` [B,T] are those of segments.py, None if there is no padding."""
+    """The arrays of one call; shapes as in `kda`. `marks` [B,T] are those of segments.py; None: one document."""
 
     query: Array
     key: Array
@@ -51,7 +52,7 @@ def keep_tokens(x: Array, marks: Array | None) -> Array:
     """x [B,T,...] with 0 at padding whatever it holds; the transpose does the same to the gradient."""
     if marks is None:
         return x
-    kept = lax.broadcast_in_dim(lax.ne(marks, np.int32(PADDING)), x.shape, (0, 1))
+    kept = lax.broadcast_in_dim(lax.ne(marks, np.zeros((), marks.dtype)), x.shape, (0, 1))
     return lax.select(kept, x, lax.full_like(x, 0))
 
 
@@ -100,5 +101,17 @@ def _gate(raw: Array, inputs: Inputs, lower_bound: float | None) -> Array:
         raw = raw + lax.expand_dims(inputs.dt_bias.astype(jnp.float32), (0, 1))
     if lower_bound is not None:
         return np.float32(lower_bound) * lax.logistic(gain * raw)
-    # softplus(x) = max(x, 0) + log(1 + e^-|x|): no exponent is positive, and small values keep their precision.
-    return -gain * (lax.max(raw, np.float32(0)) + lax.log1p(lax.exp(-lax.abs(raw))))
+    return -gain * _softplus(raw)
+
+
+@jax.custom_jvp
+def _softplus(x: Array) -> Array:
+    """log(1 + e^x) without a positive exponent; small values keep their precision."""
+    return lax.max(x, np.float32(0)) + lax.log1p(lax.exp(-lax.abs(x)))
+
+
+@_softplus.defjvp
+def _softplus_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    # By hand: max and abs have no derivative at 0, their sum has.
+    (x,), (d_x,) = primals, tangents
+    return _softplus(x), lax.logistic(x) * d_x

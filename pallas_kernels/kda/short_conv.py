@@ -29,11 +29,11 @@ def short_conv(
     left: Float[Array, "B 3 C"] | None = None,
     left_segment_ids: Int[Array, "B 3"] | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B 3 C"]]:
-    """Convolves each channel with its own 4 weights; weight[3] multiplies the current token (Kimi Linear, arXiv 2510.26692).
+    """Convolves each channel with its own 4 weights (Kimi Linear, arXiv 2510.26692, section 4).
 
     Args:
         x: any T >= 0; its dtype is that of the result. Products are summed in fp32.
-        weight: oldest tap first.
+        weight: oldest tap first; weight[3] multiplies the current token.
         segment_ids: documents (maximal runs of equal non-zero ids); 0 is padding, which the window passes over, with
             output and gradient 0 whatever it holds.
         left: the 3 tokens before x, oldest first, 0 where there were fewer; None is 0.

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from pallas_kernels.kda import chunk
 from pallas_kernels.kda.inputs import Inputs, Options, activate, keep_tokens
-from pallas_kernels.kda.segments import PADDING, TOKEN
+from pallas_kernels.kda.segments import TOKEN
 
 CHUNK = 16  # measured best on CPUs from 8, 16 and 32, for 32 and 64 wide heads
 SEQUENCES = ("query", "key", "value", "log_decay", "beta", "marks")
@@ -27,9 +27,10 @@ PARAMETERS = ("a_log", "dt_bias")
 
 def kda(inputs: Inputs, options: Options) -> tuple[Array, Array]:
     """-> output [B,T,HV,V] in value's dtype, final_state [B,HV,K,V] fp32."""
-    batch, length, heads, _ = inputs.value.shape
-    group = _chunk_length(length) * options.state_every
-    missing = max(1, -(-length // group)) * group - length
+    batch, length = inputs.value.shape[:2]
+    chunks = max(1, -(-length // _chunk_length(length)))
+    options = options._replace(state_every=min(options.state_every, chunks))
+    missing = (chunks + -chunks % options.state_every) * _chunk_length(length) - length
     if missing:  # filled up with padding, which is skipped
         marks = inputs.marks
         if marks is None:
@@ -125,9 +126,7 @@ def _kda_forward(inputs: Inputs, options: Options) -> tuple[tuple[Array, Array],
     return (output, state), residuals
 
 
-def _kda_backward(
-    options: Options, residuals: tuple[Inputs, Array], gradients: tuple[Array, Array]
-) -> tuple[Inputs]:
+def _kda_backward(options: Options, residuals: tuple[Inputs, Array], gradients: tuple[Array, Array]) -> tuple[Inputs]:
     inputs, states = residuals
     d_output, d_state = gradients
     starts, size = _starts(inputs, options)

@@ -4,9 +4,9 @@
     rows = grouped_matmul(activation(grouped_matmul(rows, w1, group_sizes), ...), w2, group_sizes)
     y = combine(rows, plan)          # y[t] = sum_j weights[t, j] * E_{experts[t, j]}(x[t])
 
-This is the routed part of K3's Stable LatentMoE (report, Eq 11; x is the latent there). Invariant: dropless;
-shapes depend on the number of tokens only, and a token that is routed nowhere (padding) costs no product,
-gives 0 and receives gradient 0, whatever it holds.
+This is the routed part of K3's Stable LatentMoE (report, Eq 11; x is the latent there). Invariant: dropless; shapes
+depend on the number of tokens only, and a choice that is routed nowhere (padding) costs no product, gives 0 and
+receives gradient 0, whatever its token and its weight hold.
 """
 
 import jax
@@ -28,14 +28,14 @@ def permute(
 
     Args:
         x: tokens [T, L].
-        experts: expert of each choice [T, k], integers. An id outside [0, num_experts) routes the choice
-            nowhere: use `num_experts` for padding. The ids of one token need not differ.
+        experts: expert of each choice [T, k], integers. An id outside [0, num_experts) routes the choice nowhere:
+            use `num_experts` for padding. The ids of one token need not differ.
         weights: mixing weight of each choice [T, k]; only `combine` uses them.
         num_experts: E, the number of experts.
 
     Returns:
-        rows: [T * k, L], in x's dtype: expert 0's tokens in order, then expert 1's, ...; rows of choices
-            routed nowhere come last, beyond `sum(group_sizes)`, and are 0.
+        rows: [T * k, L], in x's dtype: expert 0's tokens in order, then expert 1's, ...; rows of choices routed
+            nowhere come last, beyond `sum(group_sizes)`, and are 0.
         group_sizes: [E] int32, rows of each expert.
         plan: what `combine` needs; carries `weights`.
 
@@ -86,12 +86,12 @@ def grouped_matmul(
         lhs: [M, K] rows sorted by group.
         rhs: [G, K, N] one matrix per group, in lhs's dtype.
         group_sizes: [G] int32, not negative, with a sum of at most M (not checked: they are values).
-        implementation: "blocked" (work follows the active rows; for CPUs), "ragged" (`lax.ragged_dot`) or
-            None, which is "blocked" where JAX's default backend is a CPU.
+        implementation: "blocked" (work follows the active rows; for CPUs), "ragged" (`lax.ragged_dot`) or None,
+            which is "blocked" where JAX's default backend is a CPU.
 
     Returns:
-        [M, N] in lhs's dtype, accumulated in fp32. Rows beyond the sum give 0 and get gradient 0 whatever
-        they hold; the gradient of an empty group's matrix is exactly 0.
+        [M, N] in lhs's dtype, accumulated in fp32. Rows beyond the sum give 0 and get gradient 0 whatever they
+        hold; the gradient of an empty group's matrix is exactly 0.
 
     Raises:
         ValueError: shapes or dtypes that do not belong together, an unknown implementation.

@@ -7,10 +7,9 @@
     drows[i] = weights[source[i]] * dy[token(i)]
     dweights[t, j] = dot[slot[t, j]],             dot[i] = <rows[i], dy[token(i)]>
 
-Invariant: `slot` and `source` are each other's inverse on the routed copies and out of bounds elsewhere. So
-    every
-line above is a gather (no scatter of rows, one order of summation), and what is routed nowhere reads as 0 and
-receives gradient 0, whatever is stored there.
+Invariant: `slot` and `source` are each other's inverse on the routed copies and out of bounds elsewhere. So every line
+above is a gather (no scatter of rows, one order of summation), and what is routed nowhere reads as 0 and receives
+gradient 0, whatever is stored there.
 """
 
 from typing import NamedTuple
@@ -51,9 +50,7 @@ def make_plan(
 
 
 @jax.custom_vjp
-def gather_rows(
-    x: Float[Array, "T L"], source: UInt[Array, "M"], slot: UInt[Array, "T k"]
-) -> Float[Array, "M L"]:
+def gather_rows(x: Float[Array, "T L"], source: UInt[Array, "M"], slot: UInt[Array, "T k"]) -> Float[Array, "M L"]:
     """Row i is the token of copy source[i]; unused rows are 0."""
     return _take(x, _token(source, slot))
 
@@ -71,9 +68,10 @@ gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
 
 @jax.custom_vjp
 def mix_rows(rows: Float[Array, "M L"], plan: Plan) -> Float[Array, "T L"]:
-    """Token t is the weighted sum of its rows, accumulated in fp32 at least; unused rows are not read."""
+    """Token t is the weighted sum of its rows, accumulated in fp32 at least; nothing unused is read."""
     copies = _wide(_take(rows, plan.slot))
-    return jnp.sum(copies * plan.weights[:, :, None], axis=1).astype(rows.dtype)
+    weights = jnp.where(plan.slot < rows.shape[0], plan.weights, 0)
+    return jnp.sum(copies * weights[:, :, None], axis=1).astype(rows.dtype)
 
 
 def _mix_rows_forward(rows, plan):

@@ -5,13 +5,12 @@
     dlhs[i] = dout[i] @ rhs[g]^T    (0 beyond the sum)
     drhs[g] = sum over i in group g of lhs[i]^T dout[i]    (exactly 0 for an empty group)
 
-Invariant: a row beyond the sum enters no sum, in the forward pass or in the gradients, so it may hold
-anything, NaN included.
+Invariant: a row beyond the sum enters no sum, in the forward pass or in the gradients, so it may hold anything, NaN
+included.
 
-`blocked` walks over blocks of rows that lie in one group each, so its cost follows the active rows: at most
-one partly filled block per non-empty group, and nothing for the rows beyond the sum (XLA's own lowering of
-`ragged_dot` on CPUs is one dense product of all rows per group). `ragged` is that primitive, for
-accelerators.
+`blocked` walks over blocks of rows that lie in one group each, so its cost follows the active rows: at most one partly
+filled block per non-empty group, and nothing for the rows beyond the sum (XLA's own lowering of `ragged_dot` on CPUs is
+one dense product of all rows per group). `ragged` is that primitive, for accelerators.
 """
 
 import jax
@@ -28,20 +27,16 @@ def block_rows(rows: int, groups: int) -> int:
     return min(rows, max(SMALLEST_BLOCK, min(LARGEST_BLOCK, 1 << (mean - 1).bit_length())))
 
 
-def blocked(
-    lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_sizes: Int[Array, "G"]
-) -> Float[Array, "M N"]:
+def blocked(lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_sizes: Int[Array, "G"]) -> Float[Array, "M N"]:
     """The product block by block, accumulated in fp32 at least; M, G >= 1."""
     accumulator = jnp.promote_types(lhs.dtype, jnp.float32)
-    # The loops update their results in place, which XLA:CPU does for fp32 but not for bf16 (it would convert
-    # the whole array at every block): hence whole arrays are cast on the way in and out.
+    # The loops update their results in place, which XLA:CPU does for fp32 but not for bf16 (it would convert the
+    # whole array at every block): hence whole arrays are cast on the way in and out.
     blocks = _block_table(group_sizes, lhs.shape[0])
     return _blocked(lhs.astype(accumulator), rhs.astype(accumulator), blocks).astype(lhs.dtype)
 
 
-def ragged(
-    lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_sizes: Int[Array, "G"]
-) -> Float[Array, "M N"]:
+def ragged(lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_sizes: Int[Array, "G"]) -> Float[Array, "M N"]:
     """The product by `lax.ragged_dot`, whose rows beyond the sum are masked on both sides."""
     active = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0) < jnp.sum(group_sizes)
     out = lax.ragged_dot(jnp.where(active, lhs, 0), rhs, group_sizes)
@@ -115,8 +110,8 @@ def _block_table(group_sizes, rows):
 def _for_each_block(blocks, rows, body, init):
     """Folds `body(carry, group, rows)` over the blocks of all groups.
 
-    The trip count is a value, not a shape, so empty groups and unused rows cost nothing. A block that would
-    run past the array is moved back: it then covers rows of other blocks too, which `_Rows` leaves alone.
+    The trip count is a value, not a shape, so empty groups and unused rows cost nothing. A block that would run past
+    the array is moved back: it then covers rows of other blocks too, which `_Rows` leaves alone.
     """
     ends, block_ends, origins = blocks
     size = block_rows(rows, ends.shape[0])

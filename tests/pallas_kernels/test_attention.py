@@ -78,9 +78,7 @@ def check(actual, expected, tolerances):
 FP32 = (1e-6, 1e-6, 3e-6, 3e-6, 3e-6, 3e-6)
 
 
-@pytest.mark.parametrize(
-    "length, chunk", [(1, None), (2, None), (17, None), (64, 32), (130, None), (130, 64)]
-)
+@pytest.mark.parametrize("length, chunk", [(1, None), (2, None), (17, None), (64, 32), (130, None), (130, 64)])
 def test_one_document(length, chunk):
     arrays = inputs(length)
     expected = oracle(*arrays, np.ones((2, length), int), 10**-0.5)
@@ -161,13 +159,7 @@ def gradient(*arrays):
 
 def test_memory_is_linear_and_programs_stay_small():
     def temporary(length):
-        return (
-            jax.jit(gradient)
-            .lower(*inputs(length, batch=1)[:4])
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+        return jax.jit(gradient).lower(*inputs(length, batch=1)[:4]).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(4096) < 5 * temporary(1024)
 

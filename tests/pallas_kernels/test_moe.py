@@ -77,9 +77,7 @@ def test_weight_gradients_of_empty_groups_are_zero_and_others_count_their_rows(i
     for sizes in ([8, 0, 8, 0], [0, 0, 0, 16], [16, 0, 0, 0], [1, 0, 14, 1], [0, 0, 0, 0]):
         out, dlhs, drhs = run(lhs, rhs, np.array(sizes, np.int32), jnp.ones((16, 32), dtype))
         np.testing.assert_array_equal(drhs, np.ones((1, 64, 32)) * np.array(sizes)[:, None, None])
-        np.testing.assert_array_equal(
-            dlhs, np.ones((1, 64)) * np.where(np.arange(16) < sum(sizes), 16, 0)[:, None]
-        )
+        np.testing.assert_array_equal(dlhs, np.ones((1, 64)) * np.where(np.arange(16) < sum(sizes), 16, 0)[:, None])
         assert out.dtype == dlhs.dtype == drhs.dtype == dtype
 
 

@@ -1,0 +1,233 @@
+"""Which parameter goes where: whole models, names that stop a run, the printed table, AdamW by its formula."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from golden_files import assert_close
+from rich.console import Console
+
+from k3jax import config as configs
+from k3jax.config import ConfigError
+from k3jax.model import parameters
+from k3jax.optim import ParamInfo, build, format_table, make_optimizer, partition
+from k3jax.step import abstract_decoder
+
+MODELS = "tiny", "kimi_linear_48b", "k3_2p8t"
+
+# Design, section 3, by the last part of a path. Weight decay is 0.1 but for these.
+ADAMW = {"embed", "lm_head", "weight", "q_conv", "k_conv", "v_conv", "a_log", "dt_bias", "query"}
+NO_DECAY = {"weight", "a_log", "dt_bias", "query"}
+PER_HEAD = {"q", "k", "v", "q_b", "k_b", "v_b"}
+
+
+def run_config(name, **optim):
+    config = configs.load(f"configs/k3.py:{name}")
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, **optim))
+
+
+@pytest.fixture(scope="module")
+def models():
+    """name -> (path -> nnx.Param, rows)"""
+    made = {}
+    for name in MODELS:
+        variables = parameters.variables(abstract_decoder(run_config(name)))
+        made[name] = variables, make_optimizer(run_config(name), variables)[2]
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_lands_where_the_design_says(models, name):
+    variables, rows = models[name]
+    assert [row.path for row in rows] == list(variables)
+    for row in rows:
+        last = "router" if row.path.endswith("router.weight") else row.path.split(".")[-1]
+        shape = variables[row.path].get_value().shape
+        assert row.group == ("adamw" if last in ADAMW else "muon"), row.path
+        assert row.weight_decay == (0.0 if last in NO_DECAY else 0.1), row.path
+        assert row.shape == shape and row.count * math.prod(row.block) == math.prod(shape), row.path
+        expert = re.search(r"\.mlp\.w[123]$", row.path) and not ("blocks.0.head.0." in row.path)
+        split = "per head" if last in PER_HEAD else "per expert" if expert else "whole"
+        assert row.split == (split if row.group == "muon" else ""), row.path
+
+
+@pytest.mark.parametrize(
+    "name, path, count, block",
+    [
+        # Muon's matrices [in, out], counted over stacked layers and heads or experts
+        ("tiny", "blocks.0.head.1.attention.q", 4, (128, 32)),
+        ("tiny", "blocks.1.groups.kda.attention.v", 12, (128, 32)),
+        ("tiny", "blocks.1.groups.kda.attention.o", 3, (128, 128)),
+        ("tiny", "blocks.1.groups.kda.attention.f_b", 3, (32, 128)),
+        ("tiny", "blocks.1.groups.kda.attention.b", 3, (128, 4)),
+        ("tiny", "blocks.1.groups.mla.attention.q_b", 4, (48, 48)),
+        ("tiny", "blocks.1.groups.mla.attention.k_b", 4, (32, 32)),
+        ("tiny", "blocks.1.groups.mla.attention.kv_a", 1, (128, 48)),
+        ("tiny", "blocks.1.groups.kda.mlp.w2", 48, (64, 64)),
+        ("tiny", "blocks.1.groups.kda.mlp.shared.w1", 3, (128, 64)),
+        ("tiny", "blocks.1.groups.kda.mlp.router.weight", 3, (128, 16)),
+        ("tiny", "blocks.0.head.0.mlp.w2", 1, (384, 128)),
+        ("kimi_linear_48b", "blocks.0.head.0.attention.k", 32, (2304, 128)),
+        ("kimi_linear_48b", "blocks.0.head.0.attention.g_b", 1, (128, 4096)),
+        ("kimi_linear_48b", "blocks.0.head.1.mlp.w1", 256, (2304, 1024)),
+        ("kimi_linear_48b", "blocks.0.head.3.attention.q", 32, (2304, 192)),
+        ("kimi_linear_48b", "blocks.0.head.3.attention.v_b", 32, (512, 128)),
+        # AdamW's arrays, counted over stacked layers
+        ("tiny", "embed", 1, (264, 128)),
+        ("tiny", "blocks.1.groups.kda.attention.q_conv", 3, (4, 4, 32)),
+        ("tiny", "blocks.1.groups.kda.mlp_res.query", 3, (128,)),
+    ],
+)
+def test_blocks_of(models, name, path, count, block):
+    (row,) = [row for row in models[name][1] if row.path == path]
+    assert (row.count, row.block) == (count, block)
+
+
+@pytest.mark.parametrize(
+    "name, suffix, count, block",
+    [
+        # k3.md 4.3: 96 query, key and value blocks of each of 69 KDA layers, keys and values of 24 MLA layers apart
+        ("k3_2p8t", "attention.q", 69 * 96, (7168, 128)),
+        ("k3_2p8t", "attention.q_b", 24 * 96, (1536, 192)),
+        ("k3_2p8t", "attention.k_b", 24 * 96, (512, 128)),
+        ("k3_2p8t", "mlp.w1", 92 * 896, (3584, 3072)),
+        ("kimi_linear_48b", "attention.q", 20 * 32, (2304, 128)),
+        ("kimi_linear_48b", "mlp.w3", 26 * 256, (2304, 1024)),
+    ],
+)
+def test_blocks_of_a_whole_model(models, name, suffix, count, block):
+    found = [row for row in models[name][1] if row.path.endswith(f".{suffix}") and row.block == block]
+    assert sum(row.count for row in found) == count
+
+
+def info(shape=(8, 2, 4), axes=("embed", "heads", "head_dim"), matrix_axes=((1,), (0,), (2,)), decay=True):
+    return ParamInfo(shape, axes, matrix_axes, decay)
+
+
+@pytest.mark.parametrize(
+    "path, wrong, message",
+    [
+        ("layer.extra", info(), r"does not name layer\.extra"),
+        ("layer.xq", info(), r"does not name layer\.xq"),
+        ("layer.q", info(decay=False), r"layer\.q: weight_decay is False"),
+        ("layer.q", info(matrix_axes=None), r"layer\.q: matrix_axes is None, the table says muon"),
+        ("layer.q", info(matrix_axes=((), (0,), (1, 2))), r"layer\.q: .*counts over \(1,\)"),
+        ("layer.o", info((2, 4, 8), ("heads", "head_dim", "embed"), ((0,), (1,), (2,))), r"layer\.o: .*over \(\)"),
+        ("embed", info((9, 8), ("vocab", "embed"), ((), (0,), (1,))), "embed: matrix_axes .*the table says adamw"),
+        ("norm.weight", info((8,), ("embed",), None), r"norm\.weight: weight_decay is True"),
+        ("layer.q", info(matrix_axes=((1,), (0,), (3,))), r"layer\.q: .*do not fit shape \(8, 2, 4\)"),
+    ],
+)
+def test_unnamed_and_contradicting_parameters_stop_the_run(path, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        partition({"layer.k": info(), path: wrong})
+
+
+def test_all_problems_are_said_at_once():
+    with pytest.raises(ValueError, match=r"name x\.one, x\.two; layer\.q: "):
+        partition({"x.one": info(), "layer.q": info(decay=False), "x.two": info()})
+
+
+def test_make_optimizer_turns_a_stray_parameter_into_a_config_error(models):
+    variables = dict(models["tiny"][0])
+    variables["blocks.0.head.0.attention.stray"] = variables["embed"]
+    with pytest.raises(ConfigError, match=r"blocks\.0\.head\.0\.attention\.stray"):
+        make_optimizer(run_config("tiny"), variables)
+
+
+def test_make_optimizer_with_wsd_and_another_weight_decay(models):
+    config = run_config(
+        "tiny", schedule="wsd", learning_rate=2e-3, warmup_steps=4, decay_steps=100, end_fraction=0.5, weight_decay=0.3
+    )
+    optimizer, schedule, rows = make_optimizer(config, models["tiny"][0])
+    steps = config.train.steps
+    expected = {0: 5e-4, 3: 2e-3, 4: 2e-3, steps - 100: 2e-3, steps - 50: 1.5e-3, steps: 1e-3}
+    assert {t: float(schedule(t)) for t in expected} == pytest.approx(expected)
+    assert {row.weight_decay for row in rows} == {0.0, 0.3}
+    shapes = {row.path: jax.ShapeDtypeStruct(row.shape, jnp.float32) for row in rows}
+    state = jax.eval_shape(optimizer.init, shapes)
+    assert set(state["muon"].momentum) == {row.path for row in rows if row.group == "muon"}
+    assert set(state["adamw"].mu) == set(state["adamw"].nu) == {row.path for row in rows if row.group == "adamw"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("width", [80, 200])
+def test_table_has_one_whole_line_for_each_kind(models, name, width):
+    rows = models[name][1]
+    console = Console(width=width, record=True, quiet=True)
+    console.print(format_table(rows))
+    head, *lines = (re.split(r"  +", line.strip()) for line in console.export_text().splitlines())
+    assert head == ["parameter", "optimizer", "decay", "blocks", "block", "total"]
+
+    def kind(path):
+        place = path.split(".")
+        return ".".join(["*", *place[4:]]) if place[0] == "blocks" else path
+
+    kinds = {(kind(row.path), "x".join(map(str, row.block))) for row in rows}
+    assert {(line[0], line[4]) for line in lines} == kinds and len(lines) == len(kinds)
+    assert sum(int(line[3]) for line in lines) == sum(row.count for row in rows)
+
+
+def test_lines_of_the_table(models):
+    console = Console(width=80, record=True, quiet=True)
+    console.print(format_table(models["k3_2p8t"][1]))
+    lines = [re.split(r"  +", line.strip()) for line in console.export_text().splitlines()]
+    assert ["*.attention.q", "muon per head", "0.1", "6624", "7168x128", "6.08 G"] in lines
+    assert ["*.mlp.w1", "muon per expert", "0.1", "82432", "3584x3072", "908 G"] in lines
+    assert ["*.attention_res.norm.weight", "adamw", "0", "93", "7168", "667 K"] in lines
+    assert ["*.attention.kv_norm.weight", "adamw", "0", "24", "512", "12.3 K"] in lines
+
+
+def two_groups():
+    """An optimizer over a Muon matrix, an embedding that decays and a norm that does not; momentum 0 for Muon."""
+    rows = partition(
+        {
+            "layer.g": info((3, 5), ("embed", "heads"), ((), (0,), (1,))),
+            "embed": info((4, 3), ("vocab", "embed"), None),
+            "norm.weight": info((3,), ("embed",), None, decay=False),
+        }
+    )
+    rng = np.random.default_rng(0)
+    trees = [{row.path: rng.normal(size=row.shape).astype(np.float32) for row in rows} for _ in range(4)]
+    return build(rows, learning_rate=lambda t: 0.01 / (t + 1)), trees
+
+
+def test_adamw_equals_its_formula():
+    """Three steps in float64: factors 0.9 and 0.95, eps 1e-8, bias-corrected moments, decoupled decay of 0.1."""
+    optimizer, (params, *gradients) = two_groups()
+    expected = {path: params[path].astype(np.float64) for path in ("embed", "norm.weight")}
+    first, second = dict.fromkeys(expected, 0.0), dict.fromkeys(expected, 0.0)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for t, gradient in enumerate(gradients):
+        updates, state = update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        rate = 0.01 / (t + 1)
+        for path, p in expected.items():
+            g = gradient[path].astype(np.float64)
+            first[path] = 0.9 * first[path] + 0.1 * g
+            second[path] = 0.95 * second[path] + 0.05 * g**2
+            step = first[path] / (1 - 0.9 ** (t + 1)) / (np.sqrt(second[path] / (1 - 0.95 ** (t + 1))) + 1e-8)
+            expected[path] = p - rate * (step + (0.1 if path == "embed" else 0.0) * p)
+    for path, p in expected.items():
+        assert_close(params[path], p, 1e-6, path)
+    assert state["adamw"].count == state["muon"].count == 3
+
+
+def test_groups_keep_order_and_do_not_mix():
+    optimizer, (params, gradient, *_) = two_groups()
+    update, state = jax.jit(optimizer.update), optimizer.init(params)
+    updates, _ = update(gradient, state, params)
+    assert list(updates) == list(gradient)
+    g = gradient["layer.g"]
+    rms = np.sqrt(np.mean((np.asarray(updates["layer.g"]) + 0.01 * 0.1 * params["layer.g"]) ** 2))
+    assert 0.2 * 0.6 < rms / 0.01 < 0.2 * 1.2  # Muon's size, whatever the gradient's
+    for factor in (1e-3, 1e3):
+        scaled = update(dict(gradient, **{"layer.g": factor * g}), state, params)[0]
+        assert_close(scaled["layer.g"], updates["layer.g"], 1e-4, f"gradient x {factor}")
+    with pytest.raises(ValueError, match=r"norm\.weight, other"):
+        optimizer.init({"layer.g": g, "embed": params["embed"], "other": g})
