@@ -2,8 +2,9 @@
 
 `save(like=source)` takes everything but the numbers from a source folder: names, shapes, types, files, index, config
 and the tensors that are not ours; without `like` the folder is text-only, in the decoder's types. Invariant: loading
-and saving with `like` gives the source's bytes; and a folder that exists under its name is whole: it is written beside,
-as `.<name>.partial`, and renamed at the end.
+and saving with `like` gives the source's tensors byte for byte (its files too, where safetensors wrote them with one
+entry of metadata at most: the library orders tensors by its own rule and more entries by none); and a folder that
+exists under its name is whole: it is written beside, as `.<name>.partial`, and renamed at the end.
 """
 
 import json

@@ -46,7 +46,7 @@ class AttnRes(nnx.Module):
 
         Returns (h [B,T,D], weights [len(block_sums) + 1, B, T] fp32, the partial sum's last and without gradient).
         """
-        probe = self.norm.weight[...] * self.query[...]
+        probe = self.norm.weight[...].astype(jnp.float32) * self.query[...].astype(jnp.float32)
         sources = (*block_sums, source(partial_sum, self.norm.eps))
         scores = [jnp.einsum("btd,d->bt", s.value.astype(jnp.float32), probe) * s.inverse_rms for s in sources]
         scores[-1] = jnp.where(empty, -jnp.inf, scores[-1])

@@ -100,7 +100,7 @@ def block_shape(shape: tuple[int, ...], matrix_axes: MatrixAxes, path: str = "ar
 def orthogonalize(array: Array, matrix_axes: MatrixAxes, dtype: jnp.dtype | None = None) -> Array:
     """Each block of an fp32 array with its singular values brought near 1; a zero block stays 0.
 
-    dtype: of the products; None is bf16, or fp32 on CPUs, which are no faster with less.
+    dtype: of the products; None is fp32 on CPUs and bf16 on accelerators.
     """
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

@@ -60,7 +60,7 @@ def kda(
     Returns:
         The output, and the fp32 state after the last token that is not padding. Sums are in fp32 throughout;
         gradients come back in each input's dtype. T may be 0. The output at t does not depend, to the bit, on
-        anything at t' > t.
+        anything finite at t' > t.
 
     Raises:
         ValueError: a shape or an option that does not fit.

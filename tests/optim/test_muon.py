@@ -147,7 +147,7 @@ def test_singular_values():
         left, right = (np.linalg.qr(normal(side, side, seed=side).astype(np.float64))[0] for side in (rows, cols))
         matrix = ((left[:, :8] * before) @ right[:8]).astype(np.float32)
         expected = (left[:, :8] * after) @ right[:8]
-        for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 5e-2)):
+        for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 0.15)):
             x = jax.jit(lambda x, dtype=dtype: orthogonalize(x, WHOLE, dtype))(matrix)
             assert x.dtype == jnp.float32
             assert_close(x, expected, tolerance, f"{rows} x {cols} {dtype.__name__}")

@@ -144,7 +144,9 @@ def test_backward_keeps_the_inputs_and_a_state_per_group_of_chunks(state_every, 
     call = functools.partial(kda, state_every=state_every, **FUSED)
     pull_back = jax.eval_shape(lambda inputs: jax.vjp(lambda inputs: call(**inputs), inputs)[1], inputs)
     kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull_back))
-    padding = -128 % (16 * state_every)  # tokens that fill up the last group, and a mark for each token if there are any
+    padding = -128 % (
+        16 * state_every
+    )  # tokens that fill up the last group, and a mark for each token if there are any
     per_token = 4 * (2 * HEADS * WIDTH + VALUE_HEADS * (VALUE_WIDTH + WIDTH + 1) + (padding > 0))
     parameters = 4 * VALUE_HEADS * (1 + WIDTH)
     state = 4 * VALUE_HEADS * WIDTH * VALUE_WIDTH

@@ -81,9 +81,10 @@ def test_weight_gradients_of_empty_groups_are_zero_and_others_count_their_rows(i
         assert out.dtype == dlhs.dtype == drhs.dtype == dtype
 
 
-def test_bf16_accumulates_in_fp32():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bf16_accumulates_in_fp32(implementation):
     """600 rows of ones: a bf16 sum would stop at 256. Random values: within bf16's rounding of the output."""
-    run = product_and_gradients("blocked")
+    run = product_and_gradients(implementation)
     ones = jnp.ones((600, 600), jnp.bfloat16)
     out, dlhs, drhs = run(ones, jnp.ones((1, 600, 8), jnp.bfloat16), np.array([600], np.int32), ones[:, :8])
     assert (out == 600).all() and (dlhs == 8).all() and (drhs == 600).all()
@@ -130,6 +131,7 @@ def test_permute_sorts_by_expert_and_combine_undoes_it():
     routed = (ids >= 0) & (ids < experts)
     x = rng.normal(size=(tokens, latent)).astype(np.float32)
     x[~routed.any(1)] = np.nan
+    weights[~routed] = np.nan
     permuted = jax.jit(partial(permute, num_experts=experts))
     rows, group_sizes, plan = permuted(x, ids, weights)
     expected = [x[t] for e in range(experts) for t in range(tokens) for j in range(k) if ids[t, j] == e]
@@ -156,6 +158,31 @@ def test_permute_sorts_by_expert_and_combine_undoes_it():
     assert_close(dx, dx_expected, 1e-6, "dx")
     assert_close(pull(dy)[0], pulled_expected, 1e-6, "drows")
     assert_close(pull(dy)[1], dweights_expected, 1e-6, "dweights")
+
+
+@pytest.mark.parametrize("tokens, k, favourite", [(1, 1, 0), (5, 3, 2), (4, 2, 7)])
+def test_all_to_one_expert_one_token_and_all_to_none(tokens, k, favourite):
+    """Expert 7 is none of the three: every row is unused."""
+    x = np.random.default_rng(4).normal(size=(tokens, 4)).astype(np.float32)
+    weights = np.arange(1, tokens * k + 1, dtype=np.float32).reshape(tokens, k)
+    rows, group_sizes, plan = permute(x, jnp.full((tokens, k), favourite), weights, num_experts=3)
+    routed = favourite < 3
+    np.testing.assert_array_equal(group_sizes, tokens * k * np.eye(3, dtype=int)[favourite] if routed else [0] * 3)
+    np.testing.assert_array_equal(rows, routed * np.repeat(x, k, axis=0))
+    assert_close(combine(rows, plan), routed * weights.sum(1, keepdims=True) * x, 1e-6, "y")
+
+
+def test_no_tokens_and_bad_routing():
+    ids, weights = jnp.zeros((0, 2), jnp.int32), jnp.zeros((0, 2))
+    rows, group_sizes, plan = permute(jnp.zeros((0, 4)), ids, weights, num_experts=3)
+    assert rows.shape == (0, 4) and (group_sizes == 0).all() and combine(rows, plan).shape == (0, 4)
+    x, ids, weights = jnp.ones((3, 4)), jnp.zeros((3, 2), jnp.int32), jnp.ones((3, 2))
+    for bad in ((x[0], ids, weights), (x, ids[:2], weights), (x, ids, weights[:, :1]), (x, weights, weights)):
+        with pytest.raises(ValueError, match="permute"):
+            permute(*bad, num_experts=3)
+    plan = permute(x, ids, weights, num_experts=3)[2]
+    with pytest.raises(ValueError, match=r"\[6, L\] expected"):
+        combine(x, plan)
 
 
 def moe(x, weights, w1, w2, ids):
