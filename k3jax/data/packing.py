@@ -108,9 +108,7 @@ class EvaluationRows:
     spread evenly over the documents (all, if there are fewer): a quick look that is the same each time.
     """
 
-    def __init__(
-        self, documents: TokenDocuments, seq_len: int, pad_id: int, batch_rows: int, count: int | None = None
-    ):
+    def __init__(self, documents: TokenDocuments, seq_len: int, pad_id: int, batch_rows: int, count: int | None = None):
         _check_row(seq_len)
         self.documents = documents
         self.seq_len = seq_len

@@ -27,8 +27,20 @@ class RouterBias(nnx.Variable):
     """The balancing bias of a router, [experts] fp32: state that the step updates, never a gradient."""
 
 
+class Keys:
+    """A stream of random keys in place of nnx.Rngs, whose traced counter makes 93 layers slow to trace."""
+
+    def __init__(self, key: Array):
+        self._key, self._count = key, 0
+
+    def params(self) -> Array:
+        """The next key."""
+        self._count += 1
+        return jax.random.fold_in(self._key, self._count)
+
+
 def param(
-    rngs: nnx.Rngs,
+    rngs: nnx.Rngs | Keys,
     shape: Sequence[int],
     logical_axes: Sequence[str],
     init: Callable[[Array, tuple[int, ...]], Array],

@@ -22,7 +22,7 @@ from k3jax.config import MemoryConfig, ModelConfig
 from k3jax.memory.policy import checkpointed
 from k3jax.model import router
 from k3jax.model.attn_res import AttnRes, Source, source
-from k3jax.model.common import MLP, RMSNorm, normal, param
+from k3jax.model.common import MLP, Keys, RMSNorm, normal, param
 from k3jax.model.kda import KDA
 from k3jax.model.mla import MLA
 from k3jax.model.moe import MoE
@@ -129,7 +129,7 @@ class Groups(nnx.Module):
 def _stacked(config: ModelConfig, mla: bool, count: int, rngs: nnx.Rngs) -> Layer:
     """`count` layers as one, every variable with a leading `layers` axis."""
     keys = jax.random.split(rngs.params(), count)
-    stacked = nnx.vmap(lambda key: Layer(config, mla=mla, dense=False, rngs=nnx.Rngs(params=key)))(keys)
+    stacked = nnx.vmap(lambda key: Layer(config, mla=mla, dense=False, rngs=Keys(key)))(keys)
     for _, node in nnx.iter_graph(stacked):
         if isinstance(node, nnx.Variable):
             node.set_metadata(logical_axes=("layers", *node.get_metadata("logical_axes")))
@@ -170,6 +170,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, memory: MemoryConfig = SAVE_ALL):
         self.config = config
         self.memory = memory
+        rngs = Keys(rngs.params())
         init = normal(config.init_std)
         self.embed = param(rngs, (config.vocab, config.embed), ("vocab", "embed"), init)
         self.plans = tuple(plan_blocks(config))

@@ -32,9 +32,7 @@ def test_by_hand():
     P3(b | bos bos) = (0 + 1/7) / 2    P3(a | bos b) = P2    P3(eos | b a) = (1 + 11/28) / 2
     The second held-out document starts from bos again: P2(eos | bos) = 1/7, P3(eos | bos bos) = 1/14.
     """
-    losses = ngram_losses(
-        documents_of([BOS, A, B, A, EOS]), documents_of([BOS, B, A, EOS], [BOS, EOS]), Letters()
-    )
+    losses = ngram_losses(documents_of([BOS, A, B, A, EOS]), documents_of([BOS, B, A, EOS], [BOS, EOS]), Letters())
     expected = {
         "unigram": mean_loss(2 / 7, 3 / 7, 2 / 7, 2 / 7),
         "bigram": mean_loss(1 / 7, 5 / 7, 11 / 28, 1 / 7),
