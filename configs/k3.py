@@ -4,12 +4,13 @@
 
 | name            | parameters (active)   | meant for                                                             |
 |-----------------|-----------------------|-----------------------------------------------------------------------|
-| tiny            | 2.7 M (1.5 M)         | two CPU cores: 1,024,000 bytes of Python source, held-out loss < 1.65 |
+| tiny            | 2.6 M (1.5 M)         | two CPU cores: 1,024,000 bytes of Python source in 5 minutes          |
 | colab           | 197 M (59 M)          | one small GPU                                                         |
 | proxy_1b        | 1.22 B (0.40 B)       | one node; ablations                                                   |
 | kimi_linear_48b | 49.1 B (3.1 B)        | the published Kimi-Linear-48B-A3B                                     |
 | k3_2p8t         | 2.78 T (104 B)        | the published Kimi K3, text part                                      |
 
+`tiny` ends at a held-out loss of about 1.38 nats per byte; trigram counts of the same files reach 1.89.
 Parameters count everything; active ones leave out the embedding and the experts that a token does not visit.
 """
 

@@ -93,8 +93,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step function, to be jitted with its state donated. `decoder` is abstract.
 
-    The batch is that of `k3jax.data`: tokens, targets, loss_mask, segment_ids, each [B,T]. Metrics are scalars and
-    the small arrays of Stats, still on the device.
+    The batch is that of `k3jax.data`: tokens, targets, loss_mask, segment_ids, each [B,T]. Metrics are scalars, still
+    on the device; the gradient norm is the one before clipping.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
