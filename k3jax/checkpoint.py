@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from k3jax.config import ConfigError
@@ -33,7 +35,11 @@ class Checkpoints:
 
     def restore(self, step: int, like: Any) -> Any:
         """The state of a step, shaped and placed as `like` (arrays or ShapeDtypeStructs). Raises ConfigError."""
-        metadata = self._manager.item_metadata(step)
+        folder = self.folder / str(step)
+        try:
+            metadata = self._manager.item_metadata(step)
+        except Exception as error:
+            raise ConfigError(f"checkpoint {folder} cannot be read: {error}") from error
         stored, wanted = _by_name(metadata), _by_name(like)
         differences = [f"{name} is missing" for name in wanted.keys() - stored.keys()]
         differences += [f"{name} is not known" for name in stored.keys() - wanted.keys()]
@@ -44,19 +50,27 @@ class Checkpoints:
                 differences.append(f"{name} is {theirs[1]}{list(theirs[0])}, not {ours[1]}{list(ours[0])}")
         if differences:
             shown = "; ".join(sorted(differences)[:5])
-            raise ConfigError(f"checkpoint {self.folder / str(step)} does not fit: {shown}")
-        restored = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
-        return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
+            raise ConfigError(f"checkpoint {folder} does not fit: {shown}")
+        try:
+            restored = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+        except Exception as error:
+            raise ConfigError(f"checkpoint {folder} cannot be read: {error}") from error
+        leaves = jax.tree_util.tree_leaves_with_path(like)
+        found = [restored[_name(path)] if leaf.size else jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in leaves]
+        return jax.tree.unflatten(jax.tree.structure(like), found)
 
     def close(self) -> None:
         """Waits for what is being written."""
         self._manager.close()
 
 
+def _name(path) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
 def _by_name(tree: Any) -> dict[str, Any]:
-    """A pytree's leaves by their path, in the tree's order: names are what a round trip must not mix up."""
+    """A pytree's leaves by their path, in the tree's order: names are what a round trip must not mix up.
 
-    def name(path) -> str:
-        return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
-
-    return {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    Leaves without elements (a model without experts has such a bias) hold nothing and cannot be stored.
+    """
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if np.prod(leaf.shape)}

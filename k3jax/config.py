@@ -152,7 +152,7 @@ class DataConfig:
 
     def __post_init__(self):
         _positive("data", self, "seq_len", "batch_rows")
-        _check(self.seed >= 0, "data.seed", "0 or more", self.seed)
+        _check(0 <= self.seed < 2**32, "data.seed", "in 0 .. 2^32 - 1", self.seed)
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,7 @@ class OptimConfig:
 
     def __post_init__(self):
         _positive("optim", self, "learning_rate", "clip_norm")
+        _check(self.learning_rate <= 10, "optim.learning_rate", "at most 10", self.learning_rate)
         _check(self.warmup_steps >= 0, "optim.warmup_steps", "0 or more", self.warmup_steps)
         _check(self.decay_steps >= 0, "optim.decay_steps", "0 or more", self.decay_steps)
         _check(0 <= self.end_fraction <= 1, "optim.end_fraction", "in [0, 1]", self.end_fraction)
@@ -189,7 +190,7 @@ class TrainConfig:
 
     def __post_init__(self):
         _positive("train", self, "steps")
-        _check(self.seed >= 0, "train.seed", "0 or more", self.seed)
+        _check(0 <= self.seed < 2**32, "train.seed", "in 0 .. 2^32 - 1", self.seed)
 
 
 @dataclass(frozen=True)
@@ -344,6 +345,8 @@ def _override(values: dict[str, Any], flag: str) -> None:
         hint = hints[part]
         if depth < len(path) - 1:
             at = at.setdefault(part, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"{'.'.join(path[: depth + 1])} must hold fields, got {at!r}")
     if dataclasses.is_dataclass(hint):
         raise ConfigError(f"--config.{name} is a group of fields: {', '.join(typing.get_type_hints(hint))}")
     at[path[-1]] = _typed(f"--config.{name}", _parsed(name, text, hint), hint)

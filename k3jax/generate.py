@@ -37,8 +37,9 @@ def sample(
     @jax.jit
     def next_token(weights, recent, length, key):
         segments = (jnp.arange(window) < length).astype(jnp.int32)
-        hidden, _ = nnx.merge(graphdef, weights).apply(recent[None], segments[None])
-        kernel = decoder.lm_head[...].astype(hidden.dtype)
+        bound = nnx.merge(graphdef, weights)
+        hidden, _ = bound.apply(recent[None], segments[None])
+        kernel = bound.lm_head[...].astype(hidden.dtype)
         logits = jnp.dot(hidden[0, length - 1], kernel, preferred_element_type=jnp.float32)[:vocab]
         return jax.random.categorical(key, logits / temperature) if temperature else jnp.argmax(logits)
 

@@ -83,7 +83,7 @@ def _keep_records(path: Path, resumed_step: int) -> int:
     kept: dict[int, str] = {}
     for line in before.splitlines():
         try:
-            step = json.loads(line)["step"]
+            step = int(json.loads(line)["step"])
         except (ValueError, TypeError, KeyError):
             continue  # cut off in the middle by a kill
         if step <= resumed_step > 0:

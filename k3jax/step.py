@@ -3,8 +3,8 @@
     train_step(state, batch) -> (state, metrics)
     loss = sum over target tokens / their number;   g <- g * min(1, clip / |g|);   Muon and AdamW;   next router bias
 
-Invariant: a pure function. A step whose loss or gradient is not finite changes no parameter, momentum or bias; it is
-counted, and step and data go on. The router bias that a step computes acts from the next step.
+Invariant: a pure function. A step whose loss, gradient or update is not finite changes no parameter, momentum or bias;
+it is counted, and step and data go on. The router bias that a step computes acts from the next step.
 """
 
 import functools
@@ -40,9 +40,12 @@ class TrainState:
     bias_ema: Array  # [moe_layers, experts] fp32, running mean of the quantile estimates
     counters: dict[str, Array]  # "skipped_steps" [] int32
 
-    def to_decoder(self, decoder: Decoder) -> Decoder:
-        """A decoder of the structure of `decoder` (abstract or not) with this state's parameters and router bias."""
-        return parameters.bind(decoder, self.params, router_bias=self.router_bias)
+    def to_decoder(self, decoder: Decoder, dtype=None) -> Decoder:
+        """A decoder of the structure of `decoder` (abstract or not) with this state's parameters and router bias.
+
+        dtype: as in `parameters.bind`; None keeps fp32.
+        """
+        return parameters.bind(decoder, self.params, router_bias=self.router_bias, dtype=dtype)
 
 
 def abstract_decoder(config: RunConfig) -> Decoder:
@@ -112,7 +115,7 @@ def make_train_step(
         bias, ema = next_bias(config.model.moe, state.router_bias, state.bias_ema, stats)
         changed = optax.apply_updates(state.params, updates), opt_state, bias, ema
         kept = state.params, state.opt_state, state.router_bias, state.bias_ema
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
         params, opt_state, bias, ema = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, kept)
         skipped = state.counters["skipped_steps"] + jnp.where(finite, 0, 1)
         metrics = {

@@ -4,10 +4,12 @@
 
 Reads top to bottom: set-up, data, model, state, loop, end. The workdir gets `config.json`, `metrics.jsonl` and
 `checkpoints/<step>/`; the same command on the same workdir goes on where it stopped. Exit code 0: trained (or
-stopped by Ctrl-C or SIGTERM, with a checkpoint); 2: a mistake in flags, config or input, named in one line.
+stopped by Ctrl-C or SIGTERM, with a checkpoint); 1: the run ended without a finite loss; 2: a mistake in flags, config
+or input, named in one line.
 """
 
 import json
+import math
 import signal
 import sys
 import threading
@@ -48,7 +50,7 @@ def _train(argv: list[str]) -> int:
     if config is None:
         return 0
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    _claim(workdir, config)
+    _check_workdir(workdir, config)
     device = jax.devices()[0]
     console.print(f"{config.name} on {jax.device_count()} x {device.device_kind} ({device.platform}), {workdir}")
     stop = _stop_on_signals()
@@ -96,6 +98,7 @@ def _train(argv: list[str]) -> int:
         state = create()
 
     # ---- loop -------------------------------------------------------------------------------------------------
+    (workdir / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
     progress = metrics.Progress(config.train.steps, first)
     writers = [metrics.JsonlWriter(workdir / "metrics.jsonl", first), progress]
     meter = metrics.Meter(rows * width)
@@ -146,6 +149,9 @@ def _train(argv: list[str]) -> int:
     console.print(f"held-out loss {loss:.4f} nats per byte after {done} steps ({_listed(ngrams)})")
     print(_continuation(config, state, decoder, tokenizer), flush=True)
     console.print(f"checkpoint: {checkpoints.folder / str(done)}")
+    if not math.isfinite(loss):
+        console.print("error: the held-out loss is not finite; train/skipped_steps in metrics.jsonl tells since when")
+        return 1
     return 0
 
 
@@ -171,22 +177,25 @@ def _parse(argv: list[str]) -> tuple[RunConfig | None, Path]:
     return configs.load(known.config, overrides), Path(known.workdir)
 
 
-def _claim(workdir: Path, config: RunConfig) -> None:
-    """Writes config.json, or holds the config against the one of the run found there."""
+def _check_workdir(workdir: Path, config: RunConfig) -> None:
+    """Holds the config against the one of a run found there. Nothing is written before a run begins."""
     file, ours = workdir / "config.json", json.loads(json.dumps(config.to_dict()))
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        theirs = json.loads(file.read_text()) if file.exists() else ours
-        changed = [
-            f"{name}: {old!r} -> {new!r}"
-            for name, old, new in _differences(theirs, ours)
-            if not name.startswith(RESUMABLE)
-        ]
-        if changed:
-            raise ConfigError(f"{file} is of another run: {'; '.join(changed)}")
-        file.write_text(json.dumps(ours, indent=1) + "\n")
-    except (OSError, json.JSONDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"--workdir={workdir}: {error}") from error
+    if not file.exists():
+        return
+    try:
+        theirs = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if not isinstance(theirs, dict):
+        raise ConfigError(f"{file} holds no config")
+    found = [(name, old, new) for name, old, new in _differences(theirs, ours) if not name.startswith(RESUMABLE)]
+    if found:
+        changed = "; ".join(f"{name}: {old!r} -> {new!r}" for name, old, new in found)
+        raise ConfigError(f"{file} is of another run: {changed}")
 
 
 def _differences(old: dict, new: dict, prefix: str = "") -> list[tuple[str, object, object]]:
@@ -214,7 +223,7 @@ def _listed(losses: dict[str, float]) -> str:
 
 
 def _continuation(config: RunConfig, state: TrainState, decoder, tokenizer) -> str:
-    bound = state.to_decoder(decoder)
+    bound = state.to_decoder(decoder, config.train.dtype)
     prompt = tokenizer.encode(config.sample.prompt, eos=False)
     ids = sample(
         bound,

@@ -87,6 +87,9 @@ def test_override_of_tuples_bools_and_strings():
         ("model.dense_layers=9", "model.dense_layers"),
         ("data.seq_len=0", "data.seq_len"),
         ("data.seed=-1", "data.seed"),
+        ("data.seed=18446744073709551616", "data.seed"),
+        ("train.seed=1099511627776", "train.seed"),
+        ("optim.learning_rate=1e30", "optim.learning_rate"),
         ("memory.policy=some", "memory.policy"),
     ],
 )

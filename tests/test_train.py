@@ -1,6 +1,7 @@
 """The command line from end to end on a very small model: log, checkpoint, resume, and mistakes."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -87,6 +88,30 @@ def test_finished_run_prints_its_end_again(finished, capsys):
     assert train.main(command(finished)) == 0
     assert "held-out loss" in capsys.readouterr().err
     assert (finished / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "\x00"])
+def test_damaged_config_json(tmp_path, capsys, text):
+    (tmp_path / "config.json").write_text(text)
+    assert train.main(command(tmp_path)) == 2
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_damaged_checkpoint(finished, tmp_path, capsys):
+    """Files cut short end in one line that names the checkpoint."""
+    shutil.copytree(finished, tmp_path / "copy")
+    for path in (tmp_path / "copy" / "checkpoints" / "4" / "default").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert train.main(command(tmp_path / "copy")) == 2
+    assert "checkpoints/4" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_all_layers_dense(few_held_out, tmp_path):
+    """A model without experts has an empty router bias, which a checkpoint cannot hold; it trains and resumes."""
+    flags = ("model.dense_layers=2", "train.steps=2")
+    assert train.main(command(tmp_path, *flags)) == 0
+    assert train.main(command(tmp_path, *flags)) == 0
 
 
 @pytest.mark.parametrize(

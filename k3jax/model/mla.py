@@ -42,7 +42,10 @@ class MLA(nnx.Module):
     def __call__(self, x: Array, segment_ids: Array | None) -> tuple[Array, Array]:
         """x [B,T,embed] -> (y [B,T,embed], max_logit [H] fp32: the largest scaled logit of each head)."""
         c = self.config
-        query = project(self.q_norm(project(x, self.q_a[...])), self.q_b[...]) if c.q_lora else project(x, self.q[...])
+        if c.q_lora is not None:
+            query = project(self.q_norm(project(x, self.q_a[...])), self.q_b[...])
+        else:
+            query = project(x, self.q[...])
         compressed = project(x, self.kv_a[...])
         latent, key_shared = self.kv_norm(compressed[..., : c.kv_lora]), compressed[..., c.kv_lora :]
         key, value = project(latent, self.k_b[...]), project(latent, self.v_b[...])
