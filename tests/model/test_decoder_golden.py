@@ -139,7 +139,10 @@ def test_scan_equals_unrolled(res):
     for name in ("expert_load", "histogram", "max_logit", "gate_saturation", "attnres_weights"):
         value, other = getattr(stats, name), getattr(expected_stats, name)
         assert value.shape == other.shape
-        if value.dtype == jnp.int32:
+        if name == "histogram":  # a score on a bin's edge may round to the next bin: at most 0.1 % do, by one bin
+            moved = np.abs(np.cumsum(value - other, axis=-1))
+            assert moved.max() <= 1 and moved.sum() <= 1e-3 * other.sum()
+        elif value.dtype == jnp.int32:
             np.testing.assert_array_equal(value, other, name)
         else:
             assert_close(value, other, 1e-5, name)
