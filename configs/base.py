@@ -56,8 +56,15 @@ def get_config() -> ConfigDict:
                     "sign_rate": 1e-3,  # step of the sign rule
                 },
             },
+            "init_from": None,  # weights to start from: a Hugging Face folder, a workdir or checkpoints/<step> of one
             "data": {
-                "source": "stdlib",  # stdlib: this Python's own library, without packages and tests
+                # stdlib: this Python's own library; paths or globs of text (one file, one document), .jsonl (`text`
+                # or `messages`), .parquet (`text`), folders of token shards; local or gs://
+                "source": ("stdlib",),
+                "weights": (),  # share of the rows that each source gives; (): every document once per epoch
+                "held_out": (),  # sources of the evaluation; (): one document in twenty of `source`
+                "tokenizer": "bytes",  # bytes | a tokenizer.json | a tiktoken vocabulary (.model, .tiktoken)
+                "chat_template": None,  # Jinja file for `messages`; None: the tokenizer's own, or ChatML
                 "seq_len": 256,  # T, tokens per row
                 "batch_rows": 8,  # rows per optimizer step
                 "seed": 0,  # order of the documents
@@ -71,9 +78,15 @@ def get_config() -> ConfigDict:
                 "momentum": 0.95,  # of Muon
                 "weight_decay": 0.1,
                 "clip_norm": 1.0,  # global norm of all gradients, before momentum; None: no clipping
+                "qk_clip": 100.0,  # largest MLA logit of a head after an update (tau); None: no clipping
+                "frozen": (),  # patterns of parameters that stay as they are: "embed", "*.router.*"
+                "rate_scale": (),  # "PATTERN=FACTOR": learning rate of some parameters; the last match counts
             },
             "train": {
                 "steps": 500,
+                "epochs": None,  # passes over the data, in place of steps
+                "accumulate": 1,  # micro-batches a step is computed in, for memory; the numbers stay the same
+                "max_skipped": 20,  # non-finite steps in a row that end the run
                 "seed": 0,  # initial parameters
                 "dtype": "float32",  # of activations and matmuls: float32 | bfloat16; parameters stay float32
             },
@@ -82,12 +95,29 @@ def get_config() -> ConfigDict:
                 "rows": 64,  # rows of the held-out part (the last evaluation takes all of them)
             },
             "sample": {
-                "prompt": "def ",  # continued at the end of training
+                "every": None,  # steps between samples; None: one, after the last step
+                "prompt": "def ",
                 "tokens": 160,
                 "temperature": 0.7,
             },
             "checkpoint": {
+                "every": 250,  # steps between checkpoints; the last step always has one
                 "keep": 2,  # last checkpoints that stay
+            },
+            "mesh": {  # devices along each axis; their product is the number of devices
+                "data": None,  # rows are split, parameters repeated; None: all devices the other axes leave
+                "fsdp": 1,  # rows are split, and parameters and optimizer state too
+            },
+            "log": {
+                "health_every": 20,  # steps between the numbers of every layer (load, logits, gates, mixing)
+                "tensorboard": True,  # <workdir>/tensorboard
+                "wandb": None,  # project at Weights & Biases
+            },
+            "profile": {
+                "steps": None,  # "10:13" writes a jax.profiler trace of steps 10, 11 and 12 to <workdir>/profile
+            },
+            "debug": {
+                "nans": False,  # end at the first non-finite step and name the first layer that was not finite
             },
             "memory": {
                 "policy": "save_all",  # save_all | recompute_all: what the backward pass finds saved

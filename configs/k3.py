@@ -44,6 +44,7 @@ def _colab(config: ConfigDict) -> None:
     config.optim.update(learning_rate=4e-3, warmup_steps=100)
     config.train.update(steps=10_000, dtype="bfloat16")
     config.eval.update(every=500)
+    config.checkpoint.every = 1_000
     config.memory.policy = "recompute_all"
 
 
@@ -56,6 +57,7 @@ def _proxy_1b(config: ConfigDict) -> None:
     config.optim.update(learning_rate=2e-3, warmup_steps=200)
     config.train.update(steps=20_000, dtype="bfloat16")
     config.eval.update(every=1_000)
+    config.checkpoint.every = 1_000
     config.memory.policy = "recompute_all"
 
 
@@ -86,4 +88,5 @@ def _published(config: ConfigDict) -> None:
     config.optim.update(learning_rate=2e-4, warmup_steps=500)
     config.train.update(steps=50_000, dtype="bfloat16")
     config.eval.update(every=1_000)
+    config.checkpoint.every = 1_000
     config.memory.policy = "recompute_all"

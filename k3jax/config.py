@@ -24,6 +24,10 @@ class ConfigError(ValueError):
     """A mistake of the user's, in one line that names the field, flag or file. Command lines exit with 2."""
 
 
+class MachineError(RuntimeError):
+    """What the machine lacks or refuses: disk, memory, a library. One line; command lines exit with 3."""
+
+
 def _check(holds: bool, name: str, rule: str, value: Any) -> None:
     if not holds:
         raise ConfigError(f"{name} must be {rule}, got {value!r}")
@@ -145,13 +149,21 @@ class ModelConfig:
 class DataConfig:
     """Where tokens come from and how rows are cut. seq_len in tokens, batch_rows in rows per optimizer step."""
 
-    source: Literal["stdlib"]
+    source: tuple[str, ...]
+    weights: tuple[float, ...]
+    held_out: tuple[str, ...]
+    tokenizer: str
+    chat_template: str | None
     seq_len: int
     batch_rows: int
     seed: int
 
     def __post_init__(self):
         _positive("data", self, "seq_len", "batch_rows")
+        sources, weights = self.source, self.weights
+        _check(bool(sources) and all(sources), "data.source", "one source or more", sources)
+        _check(len(weights) in (0, len(sources)), "data.weights", f"one number for each of {sources}", weights)
+        _check(all(weight > 0 for weight in weights), "data.weights", "greater than 0", weights)
         _check(0 <= self.seed < 2**32, "data.seed", "in 0 .. 2^32 - 1", self.seed)
 
 
@@ -167,9 +179,16 @@ class OptimConfig:
     momentum: float
     weight_decay: float
     clip_norm: float | None
+    qk_clip: float | None
+    frozen: tuple[str, ...]
+    rate_scale: tuple[str, ...]
 
     def __post_init__(self):
-        _positive("optim", self, "learning_rate", "clip_norm")
+        _positive("optim", self, "learning_rate", "clip_norm", "qk_clip")
+        for entry in self.rate_scale:
+            pattern, _, factor = entry.partition("=")
+            fits = bool(pattern) and re.fullmatch(r"\d+(\.\d*)?([eE][-+]?\d+)?", factor) is not None
+            _check(fits, "optim.rate_scale", "PATTERN=FACTOR with a factor of 0 or more", entry)
         _check(self.learning_rate <= 10, "optim.learning_rate", "at most 10", self.learning_rate)
         _check(self.warmup_steps >= 0, "optim.warmup_steps", "0 or more", self.warmup_steps)
         _check(self.decay_steps >= 0, "optim.decay_steps", "0 or more", self.decay_steps)
@@ -182,14 +201,17 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Length of the run in optimizer steps, seed of the parameters, compute type."""
+    """Length of the run in optimizer steps or epochs, how a step is computed, seed of the parameters."""
 
     steps: int
+    epochs: float | None
+    accumulate: int
+    max_skipped: int
     seed: int
     dtype: Literal["float32", "bfloat16"]
 
     def __post_init__(self):
-        _positive("train", self, "steps")
+        _positive("train", self, "steps", "epochs", "accumulate", "max_skipped")
         _check(0 <= self.seed < 2**32, "train.seed", "in 0 .. 2^32 - 1", self.seed)
 
 
@@ -206,25 +228,77 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The continuation printed after training. temperature 0 takes the likeliest token."""
+    """The continuation printed after training, and in between. temperature 0 takes the likeliest token."""
 
+    every: int | None
     prompt: str
     tokens: int
     temperature: float
 
     def __post_init__(self):
+        _positive("sample", self, "every")
         _check(self.tokens >= 0, "sample.tokens", "0 or more", self.tokens)
         _check(self.temperature >= 0, "sample.temperature", "0 or more", self.temperature)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How many checkpoints stay on disk."""
+    """Steps between checkpoints, and how many of them stay on disk."""
 
+    every: int
     keep: int
 
     def __post_init__(self):
-        _positive("checkpoint", self, "keep")
+        _positive("checkpoint", self, "every", "keep")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis (k3jax/parallel/mesh.py). data None takes all that the other axes leave."""
+
+    data: int | None = None
+    fsdp: int = 1
+
+    def __post_init__(self):
+        _positive("mesh", self, "data", "fsdp")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where numbers go beside metrics.jsonl, and how often those of every layer do (steps)."""
+
+    health_every: int
+    tensorboard: bool
+    wandb: str | None
+
+    def __post_init__(self):
+        _positive("log", self, "health_every")
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Steps `first:behind` whose trace is written."""
+
+    steps: str | None
+
+    def __post_init__(self):
+        found = self.span
+        _check(found is None or 1 <= found[0] < found[1], "profile.steps", "FIRST:BEHIND, 1 or more", self.steps)
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The first step of the trace and the one behind it; (0, 0) for a text that is no span."""
+        if self.steps is None:
+            return None
+        found = re.fullmatch(r"(\d+):(\d+)", self.steps)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """Help for a sick run."""
+
+    nans: bool
 
 
 @dataclass(frozen=True)
@@ -239,6 +313,7 @@ class RunConfig:
     """All of one run. `to_dict` is what `config.json` holds; `from_dict` reads it back."""
 
     name: str
+    init_from: str | None
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig
@@ -246,12 +321,19 @@ class RunConfig:
     eval: EvalConfig
     sample: SampleConfig
     checkpoint: CheckpointConfig
+    log: LogConfig
+    profile: ProfileConfig
+    debug: DebugConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self):
         steps, optim = self.train.steps, self.optim
         busy = optim.warmup_steps + (optim.decay_steps if optim.schedule == "wsd" else 0)
-        _check(busy <= steps, "optim.warmup_steps", f"at most train.steps = {steps} with decay_steps", busy)
+        if self.train.epochs is None:  # else the data say how many steps there are
+            _check(busy <= steps, "optim.warmup_steps", f"at most train.steps = {steps} with decay_steps", busy)
+        rows, parts = self.data.batch_rows, self.train.accumulate
+        _check(rows % parts == 0, "train.accumulate", f"a divisor of data.batch_rows = {rows}", parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as JSON holds them."""

@@ -1,14 +1,15 @@
 """TrainState and the one train_step.
 
     train_step(state, batch) -> (state, metrics)
-    loss = sum over target tokens / their number;   g <- g * min(1, clip / |g|);   Muon and AdamW;   next router bias
+    loss = sum over targets / their number;   g <- g * min(1, clip / |g|);   Muon and AdamW;   QK-Clip;   next bias
 
-Invariant: a pure function. A step whose loss, gradient or update is not finite changes no parameter, momentum or bias;
-it is counted, and step and data go on. The router bias that a step computes acts from the next step.
+Rows are split over devices (parallel/mesh.py) and, on each, into micro-batches: sums over both, and one division by all
+targets. Invariant: a pure function of the step's rows, however they are split. A step whose loss, gradient or update is
+not finite changes no parameter, momentum or bias; it is counted, and step, learning rate and data go on. The router
+bias that a step computes acts from the next step.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +18,19 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from k3jax.config import MoEConfig, RunConfig
 from k3jax.model import parameters, router
 from k3jax.model.decoder import Decoder
 from k3jax.model.loss import cross_entropy
 from k3jax.model.stats import Stats
+from k3jax.optim import qk_clip, trainable
+from k3jax.parallel import Layout, fsdp
+from k3jax.parallel.mesh import ROWS
 
-Batch = dict[str, Array]
-Metrics = dict[str, Array]
+Batch = Mapping[str, Array]
+Metrics = dict[str, Any]
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +43,7 @@ class TrainState:
     opt_state: Any
     router_bias: Array  # [moe_layers, experts] fp32
     bias_ema: Array  # [moe_layers, experts] fp32, running mean of the quantile estimates
-    counters: dict[str, Array]  # "skipped_steps" [] int32
+    counters: dict[str, Array]  # "skipped_steps", "skipped_in_a_row" [] int32
 
     def to_decoder(self, decoder: Decoder, dtype=None) -> Decoder:
         """A decoder of the structure of `decoder` (abstract or not) with this state's parameters and router bias.
@@ -56,14 +61,21 @@ def abstract_decoder(config: RunConfig) -> Decoder:
 def init_state(config: RunConfig, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step: parameters drawn from `train.seed`, biases 0. Call it under jit."""
     decoder = Decoder(config.model, rngs=nnx.Rngs(config.train.seed), memory=config.memory)
-    params, bias = parameters.values(decoder), decoder.router_bias()
+    return start_state(config, optimizer, parameters.values(decoder), decoder.router_bias())
+
+
+def start_state(
+    config: RunConfig, optimizer: optax.GradientTransformation, params: dict[str, Array], router_bias: Array
+) -> TrainState:
+    """The state before the first step from given parameters and router biases [moe_layers, experts]."""
+    learnt = trainable(tuple(params), config.optim.frozen)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optimizer.init(params),
-        router_bias=bias,
-        bias_ema=bias,
-        counters={"skipped_steps": jnp.zeros((), jnp.int32)},
+        opt_state=optimizer.init({path: value for path, value in params.items() if path in learnt}),
+        router_bias=router_bias,
+        bias_ema=router_bias,
+        counters={name: jnp.zeros((), jnp.int32) for name in ("skipped_steps", "skipped_in_a_row")},
     )
 
 
@@ -73,8 +85,68 @@ def loss_sum(
     """Summed loss of a batch in nats, and (number of targets, Stats). `decoder` gives the structure."""
     bound = parameters.bind(decoder, params, dtype=jnp.dtype(config.train.dtype))
     hidden, stats = bound.apply(batch["tokens"], batch["segment_ids"], router_bias)
-    total, targets = cross_entropy(hidden, bound.lm_head[...], batch["targets"], batch["loss_mask"])
+    total, targets = cross_entropy(hidden, fsdp.whole(bound.lm_head)[...], batch["targets"], batch["loss_mask"])
     return total, (targets, stats)
+
+
+def make_loss(config: RunConfig, decoder: Decoder, layout: Layout) -> Callable[..., tuple[Array, Array]]:
+    """A function (params, router_bias, batch) -> (summed loss, number of targets), forward only, over all devices."""
+
+    def loss(params, router_bias, batch):
+        def one(sums, rows):
+            total, (targets, _) = loss_sum(decoder, config, params, router_bias, rows)
+            return (sums[0] + total, sums[1] + targets), None
+
+        sums, _ = jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), _split(batch, config.train.accumulate))
+        return fsdp.total(sums)
+
+    return layout.per_device(loss, (dict(layout.specs), P(), P(ROWS)), P())
+
+
+def make_gradients(config: RunConfig, decoder: Decoder, layout: Layout) -> Callable[..., Any]:
+    """A function (params, router_bias, batch) -> (summed loss, targets, Stats, gradients of the sum), over all rows.
+
+    `train.accumulate` micro-batches run one after the other on each device. Frozen parameters have no gradient.
+    """
+    learnt = trainable(layout.specs, config.optim.frozen)
+    parts = config.train.accumulate
+
+    def gradients(params, router_bias, batch):
+        frozen = {path: value for path, value in params.items() if path not in learnt}
+
+        def loss_of(moving, rows):
+            return loss_sum(decoder, config, frozen | moving, router_bias, rows)
+
+        moving = {path: value for path, value in params.items() if path in learnt}
+        gradient_of = jax.value_and_grad(loss_of, has_aux=True)
+
+        def one(rows):
+            (total, (targets, stats)), gradient = gradient_of(moving, rows)
+            return total, targets, stats, gradient
+
+        def added(sums, rows):
+            total, targets, stats, gradient = one(rows)
+            merged = sums[2].merge(stats)
+            return (sums[0] + total, sums[1] + targets, merged, jax.tree.map(jnp.add, sums[3], gradient)), None
+
+        if parts == 1:
+            total, targets, stats, gradient = one(batch)
+        else:
+            split = _split(batch, parts)
+            shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], split))
+            empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            none = empty[2].replace(max_logit=jnp.full_like(empty[2].max_logit, -jnp.inf))
+            (total, targets, stats, gradient), _ = jax.lax.scan(added, (*empty[:2], none, empty[3]), split)
+        total, targets = fsdp.total((total, targets))
+        return total, targets, stats.over_devices(), fsdp.total_gradients(gradient, layout.specs)
+
+    moved = {path: spec for path, spec in layout.specs.items() if path in learnt}
+    return layout.per_device(gradients, (dict(layout.specs), P(), P(ROWS)), (P(), P(), P(), moved))
+
+
+def _split(batch: Batch, parts: int) -> Batch:
+    """Micro-batches of a batch's rows on a new leading axis."""
+    return {name: x.reshape(parts, -1, *x.shape[1:]) for name, x in batch.items()}
 
 
 def next_bias(config: MoEConfig, bias: Array, ema: Array, stats: Stats) -> tuple[Array, Array]:
@@ -93,17 +165,20 @@ def make_train_step(
     decoder: Decoder,
     optimizer: optax.GradientTransformation,
     schedule: Callable[[Array], Array],
+    layout: Layout,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The step function, to be jitted with its state donated. `decoder` is abstract.
 
-    The batch is that of `k3jax.data`: tokens, targets, loss_mask, segment_ids, each [B,T]. Metrics are scalars, still
-    on the device; the gradient norm is the one before clipping.
+    The batch is that of `k3jax.data`: tokens, targets, loss_mask, segment_ids, each [B,T], placed by `layout`. Metrics
+    are scalars, and under "health" the arrays of every layer (`health`), all still on the device; the gradient norm is
+    the one before clipping.
     """
+    gradients_of = make_gradients(config, decoder, layout)
+    tau, nope, places = config.optim.qk_clip, config.model.mla.qk_nope, decoder.mla_places()
+    frozen = layout.specs.keys() - trainable(layout.specs, config.optim.frozen)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss_of = functools.partial(loss_sum, decoder, config)
-        gradient_of = jax.value_and_grad(loss_of, has_aux=True)
-        (total, (targets, stats)), gradients = gradient_of(state.params, state.router_bias, batch)
+        total, targets, stats, gradients = gradients_of(state.params, state.router_bias, batch)
         targets = jnp.maximum(targets, 1.0)
         loss = total / targets
         norm = optax.tree.norm(gradients) / targets
@@ -111,28 +186,42 @@ def make_train_step(
         if config.optim.clip_norm is not None:
             factor = factor * jnp.minimum(1.0, config.optim.clip_norm / jnp.maximum(norm, 1e-30))
         gradients = jax.tree.map(lambda g: g * factor, gradients)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        bias, ema = next_bias(config.model.moe, state.router_bias, state.bias_ema, stats)
-        changed = optax.apply_updates(state.params, updates), opt_state, bias, ema
-        kept = state.params, state.opt_state, state.router_bias, state.bias_ema
+        moving = {path: state.params[path] for path in gradients}
+        updates, opt_state = optimizer.update(gradients, state.opt_state, moving, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
-        params, opt_state, bias, ema = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, kept)
-        skipped = state.counters["skipped_steps"] + jnp.where(finite, 0, 1)
+        moved = optax.apply_updates(moving, updates)
+        params = state.params | moved
+        if tau is not None:
+            params = qk_clip(params, stats.max_logit, places, tau, nope, frozen=frozen)
+        bias, ema = next_bias(config.model.moe, state.router_bias, state.bias_ema, stats)
+        changed = {path: params[path] for path in moving}, opt_state, bias, ema
+        kept = moving, state.opt_state, state.router_bias, state.bias_ema
+        moved, opt_state, bias, ema = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, kept)
+        counters = {
+            "skipped_steps": state.counters["skipped_steps"] + jnp.where(finite, 0, 1),
+            "skipped_in_a_row": jnp.where(finite, 0, state.counters["skipped_in_a_row"] + 1),
+        }
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": schedule(state.step),
             "targets": targets,
-            "skipped_steps": skipped,
-            **health(stats),
+            **counters,
+            **worst(stats),
+            "health": health(stats, state.router_bias),
         }
-        state = TrainState(state.step + 1, params, opt_state, bias, ema, {"skipped_steps": skipped})
-        return state, metrics
+        return TrainState(state.step + 1, state.params | moved, opt_state, bias, ema, counters), metrics
 
     return train_step
 
 
-def health(stats: Stats) -> Metrics:
+def health(stats: Stats, router_bias: Array) -> dict[str, Array]:
+    """The arrays of every layer that a log shows: those of Stats but the histogram, and the bias they came under."""
+    shown = {name: value for name, value in vars(stats).items() if name != "histogram"}
+    return shown | {"router_bias": router_bias}
+
+
+def worst(stats: Stats) -> Metrics:
     """Scalars that tell a sick run: worst expert overload, largest attention logit, saturated decay channels."""
     tokens = jnp.maximum(stats.tokens, 1)
     shown = {}

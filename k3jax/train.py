@@ -2,152 +2,222 @@
 
     python -m k3jax.train --config=configs/k3.py:tiny --workdir=runs/tiny [--config.optim.learning_rate=5e-3 ...]
 
-Reads top to bottom: set-up, data, model, state, loop, end. The workdir gets `config.json`, `metrics.jsonl` and
-`checkpoints/<step>/`; the same command on the same workdir goes on where it stopped. Exit code 0: trained (or
-stopped by Ctrl-C or SIGTERM, with a checkpoint); 1: the run ended without a finite loss; 2: a mistake in flags, config
-or input, named in one line.
+Reads top to bottom: set-up, data, model, state, loop, end. The workdir gets `config.json`, `metrics.jsonl`,
+`tensorboard/` and `checkpoints/<step>/`; the same command on the same workdir goes on where it stopped. Exit code 0:
+trained (or stopped by Ctrl-C or SIGTERM, with a checkpoint); 1: the run ended without a finite loss; 2: a mistake in
+flags, config or input; 3: the machine lacks something. Codes 2 and 3 come with one line that names it.
 """
 
-import json
+import dataclasses
+import logging
 import math
+import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
 import numpy as np
-from absl import flags, logging
 from rich.console import Console
 
+from k3jax import checkpoint, command, data, flops, hardware, hf, metrics
 from k3jax import config as configs
-from k3jax import data, metrics
-from k3jax.checkpoint import Checkpoints
 from k3jax.config import ConfigError, RunConfig
+from k3jax.debug import first_nonfinite
 from k3jax.evaluate import make_evaluate
 from k3jax.generate import sample
+from k3jax.hf.config import difference
 from k3jax.model import parameters
 from k3jax.optim import format_table, make_optimizer
-from k3jax.step import TrainState, abstract_decoder, init_state, make_train_step
+from k3jax.parallel import Layout, make_mesh
+from k3jax.step import TrainState, abstract_decoder, init_state, make_train_step, start_state
+from k3jax.workdir import Workdir
 
-# Fields that a resumed run may change: they alter no number of the steps already taken.
-RESUMABLE = ("train.steps", "eval.", "sample.", "checkpoint.", "memory.")
-HEALTH = ("grad_norm", "learning_rate", "skipped_steps", "max_violation", "max_logit", "gate_saturation")
+FLAGS = {
+    "config": "FILE.py[:NAME]; a path, or one of the packaged configs",
+    "workdir": "folder of this run; a run found there is continued",
+}
+SCALARS = ("grad_norm", "learning_rate", "skipped_steps", "max_violation", "max_logit", "gate_saturation")
 
 
 def main(argv: list[str]) -> int:
     """Runs the command line `argv` (its first entry is the program) and returns the exit code."""
-    try:
-        return _train(argv)
-    except (ConfigError, flags.Error) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return command.guarded(_main, argv)
 
 
-def _train(argv: list[str]) -> int:
-    # ---- set-up -----------------------------------------------------------------------------------------------
-    config, workdir = _parse(argv)
-    if config is None:
+def _main(argv: list[str]) -> int:
+    overrides = [argument for argument in argv[1:] if argument.startswith("--config.")]
+    rest = [argument for argument in argv if argument not in overrides]
+    about = f"{__doc__}\nEvery field of a config, with its meaning: configs/base.py; --config.FIELD=VALUE sets one."
+    found = command.parse(rest, about, FLAGS)
+    if found is None:
         return 0
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    _check_workdir(workdir, config)
-    device = jax.devices()[0]
-    console.print(f"{config.name} on {jax.device_count()} x {device.device_kind} ({device.platform}), {workdir}")
-    stop = _stop_on_signals()
+    with ExitStack() as stack:
+        return _train(configs.load(found["config"], overrides), Path(found["workdir"]), stack)
+
+
+def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
+    # ---- set-up -----------------------------------------------------------------------------------------------
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    workdir = stack.enter_context(Workdir(folder, config.to_dict()))
+    mesh = make_mesh(config.mesh, config.data.batch_rows // config.train.accumulate)
+    kind, device = mesh.devices.flat[0].device_kind, hardware.lookup(mesh.devices.flat[0].device_kind)
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    console.print(f"{config.name} on {mesh.size} x {kind} ({axes}), {folder}")
+    if device is not None and device.bf16 is None and config.train.dtype == "bfloat16":
+        console.print(f"{kind} has no bfloat16: computing in float32")
+        config = _replaced(config, "train", dtype="float32")
 
     # ---- data -------------------------------------------------------------------------------------------------
-    tokenizer = data.ByteTokenizer()
-    if config.model.vocab < tokenizer.vocab_size:
-        needed = tokenizer.vocab_size
-        raise ConfigError(f"model.vocab must be at least the tokenizer's {needed}, got {config.model.vocab}")
-    documents = data.tokenize(data.StandardLibrary("train"), tokenizer)
-    held_out = data.tokenize(data.StandardLibrary("held_out"), tokenizer)
-    console.print(f"{documents.report()}; {held_out.report()}")
-    rows, width = config.data.batch_rows, config.data.seq_len
-    batches = data.Batches(data.TrainRows(documents, width, config.data.seed), rows)
-
-    def evaluation(count: int | None) -> data.Batches:
-        return data.Batches(data.EvaluationRows(held_out, width, tokenizer.pad_id, rows, count), rows)
-
-    ngrams = data.ngram_losses(documents, held_out, tokenizer)
-    console.print("held-out nats per byte of n-grams: " + _listed(ngrams))
+    corpus = data.load(config.data, config.model.vocab)
+    workdir.check_data({"corpus": corpus.fingerprint})
+    for line in corpus.lines():
+        console.print(line)
+    if config.train.epochs is not None:
+        steps = max(1, math.ceil(config.train.epochs * corpus.steps_per_epoch))
+        config = _replaced(config, "train", steps=steps, epochs=None)
+        console.print(f"{steps:,} steps")
+    ngrams = corpus.ngrams() or {}
+    if ngrams:
+        console.print("held-out nats per byte of n-grams: " + _listed(ngrams))
 
     # ---- model and optimizer ----------------------------------------------------------------------------------
     decoder = abstract_decoder(config)
-    optimizer, schedule, table = make_optimizer(config, parameters.variables(decoder))
+    variables = parameters.variables(decoder)
+    layout = Layout.of(mesh, variables)
+    optimizer, schedule, table = make_optimizer(config, variables, spread=layout.spread)
     total, active = parameters.count(decoder)
     console.print(format_table(table))
     console.print(f"{total:,} parameters, {active:,} active")
-    train_step = jax.jit(make_train_step(config, decoder, optimizer, schedule), donate_argnums=0)
-    evaluate = make_evaluate(config, decoder)
 
     # ---- state ------------------------------------------------------------------------------------------------
-    checkpoints = Checkpoints(workdir, config.checkpoint.keep)
+    def create() -> TrainState:
+        return init_state(config, optimizer)
+
+    like = jax.eval_shape(create)
+    shardings = layout.shardings(like)
+    like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings)
+    checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep, report=console.print)
+    spare = config.checkpoint.keep + 1 - len(checkpoints.steps())
+    checkpoint.require_space(folder, max(spare, 1) * checkpoint.state_bytes(like))
+    first, last = checkpoints.latest() or 0, config.train.steps
+    if first > last:
+        raise ConfigError(f"train.steps = {last} is below the checkpoint's step {first} in {folder}")
     # Drawing the parameters runs once: what it costs is its compilation.
-    quick = {"xla_backend_optimization_level": 0}
-    create = jax.jit(lambda: init_state(config, optimizer), compiler_options=quick)
-    first = checkpoints.latest() or 0
-    if first > config.train.steps:
-        raise ConfigError(f"train.steps = {config.train.steps} is below the checkpoint's step {first} in {workdir}")
+    quick = {"out_shardings": shardings, "compiler_options": {"xla_backend_optimization_level": 0}}
     if first:
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(create))
         state: TrainState = checkpoints.restore(first, like)
         console.print(f"resumed at step {first}")
+    elif config.init_from is not None:
+        params, bias = _weights(config, like)
+        state = jax.jit(lambda params, bias: start_state(config, optimizer, params, bias), **quick)(params, bias)
+        del params, bias
+        console.print(f"weights from {config.init_from}")
     else:
-        state = create()
+        state = jax.jit(create, **quick)()
+    evaluate = make_evaluate(config, decoder, layout)
+
+    # ---- writers ----------------------------------------------------------------------------------------------
+    workdir.begin()
+    jsonl = metrics.JsonlWriter(folder / "metrics.jsonl", first)
+    progress = metrics.Progress(last, first)
+    writers: list[metrics.Writer] = [jsonl, progress]
+    if config.log.tensorboard:
+        writers.append(metrics.TensorBoardWriter(folder / "tensorboard", first))
+    if config.log.wandb:
+        writers.append(metrics.WandbWriter(config.log.wandb, folder, first, config.to_dict(), config.name))
+    for writer in writers:
+        stack.callback(writer.close)
+    rows, width = config.data.batch_rows, config.data.seq_len
+    peak = None if device is None else device.peak(config.train.dtype)
+    meter = metrics.Meter(
+        rows * width, flops.train_step(config.model, width, rows), None if peak is None else peak * mesh.size
+    )
+    profiler = metrics.Profiler(folder / "profile", config.profile.span, first, last, progress.message)
+    stack.callback(profiler.close)
+    watch = _Watch(config, meter, writers)
+
+    def evaluation(count: int | None) -> float | None:
+        """The held-out loss, or None if the run is asked to stop meanwhile."""
+        with meter.aside("evaluation"):
+            batches = corpus.evaluation_batches(count).iterate()
+            loss = evaluate(state, (batch for batch in batches if not stop.is_set()))
+            batches.close()
+        return None if stop.is_set() else loss
+
+    def show_sample() -> None:
+        with meter.aside("sampling"):
+            print(_continuation(config, state, decoder, corpus.tokenizer), flush=True)
 
     # ---- loop -------------------------------------------------------------------------------------------------
-    (workdir / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
-    progress = metrics.Progress(config.train.steps, first)
-    writers = [metrics.JsonlWriter(workdir / "metrics.jsonl", first), progress]
-    meter = metrics.Meter(rows * width)
-    progress.message("compiling the step (about a minute on a laptop)")
-    stream = batches.iterate(first)
-    done, pending = first, None
-
-    def report(step: int, result: dict, held_out: data.Batches | None = None) -> dict[str, float]:
-        values = {metrics.LOSS: float(result["loss"])}  # waits for the step
-        values |= {f"train/{name}": float(result[name]) for name in HEALTH if name in result} | meter.measure()
-        if held_out is not None:
-            values[metrics.EVAL_LOSS] = evaluate(state, held_out.iterate())
-            meter.restart()
-        for writer in writers:
-            writer.write(step, values)
-        return values
-
-    while done < config.train.steps and not stop.is_set():
-        state, result = train_step(state, next(stream))
+    stop = stack.enter_context(_stop_on_signals())
+    train_step = None
+    if first < last:
+        progress.message("compiling the step (about a minute on a laptop)")
+        with meter.aside("compilation"):
+            step_of = make_train_step(config, decoder, optimizer, schedule, layout)
+            jitted = jax.jit(step_of, donate_argnums=0, out_shardings=(shardings, None))
+            train_step = jitted.lower(like, layout.batch_shapes(rows, width)).compile()
+    stream = corpus.train_batches().iterate(first)
+    stack.callback(stream.close)
+    meter.start(first, jsonl.reached)
+    done, saved = first, first
+    while done < last and not stop.is_set():
+        profiler.before(done + 1)
+        batch = layout.place(next(stream))
+        state, result = train_step(state, batch)
         done += 1
-        if pending is not None:  # one step behind, so that the device never waits for the log
-            report(done - 1, pending)
-        pending = result
-        if done % config.eval.every == 0 and done < config.train.steps:
-            report(done, pending, evaluation(config.eval.rows))
-            pending = None
-    stream.close()
+        profiler.after(done, result["loss"])
+        evaluates, samples, saves = (
+            every is not None and done % every == 0 and done < last
+            for every in (config.eval.every, config.sample.every, config.checkpoint.every)
+        )
+        watch.step(done, result)
+        if evaluates or samples or saves or config.debug.nans or done == first + 1:
+            watch.catch_up()
+        if config.debug.nans and watch.skipped:
+            where = first_nonfinite(state.to_decoder(decoder, config.train.dtype), jax.device_get(batch))
+            console.print(f"error: step {done} was not finite; first at: {where or 'the update'}")
+            return 1
+        if watch.skipped >= config.train.max_skipped:
+            console.print(
+                f"error: {watch.skipped} steps in a row were not finite (train.max_skipped); stopped at step {done}, "
+                f"the last checkpoint is of step {checkpoints.latest() or 0}; --config.debug.nans=True names the layer"
+            )
+            return 1
+        if evaluates and (loss := evaluation(config.eval.rows)) is not None:
+            watch.write(done, {metrics.EVAL_LOSS: loss})
+        if samples:
+            show_sample()
+        if saves or checkpoints.check():  # behind the record of its step, which a kill must not lose
+            watch.catch_up()
+            with meter.aside("saving"):
+                checkpoints.save(done, state)
+            saved = done
+    watch.catch_up()
 
     # ---- end --------------------------------------------------------------------------------------------------
-    if done > first:
-        jax.block_until_ready(state)
-        checkpoints.save(done, state)
-    checkpoints.close()
-    if done < config.train.steps:
-        if pending is not None:
-            report(done, pending)
-        loss = None
-    elif pending is not None:
-        progress.message("evaluating on all held-out files")
-        loss = report(done, pending, evaluation(None))[metrics.EVAL_LOSS]
-    else:
-        loss = evaluate(state, evaluation(None).iterate())
-    for writer in writers:
-        writer.close()
-    if loss is None:
+    with meter.aside("saving"):
+        if done > saved:
+            checkpoints.save(done, state, wait=True)
+        checkpoints.close()
+    if done < last:
         console.print(f"stopped at step {done}; the same command goes on from there")
         return 0
-    console.print(f"held-out loss {loss:.4f} nats per byte after {done} steps ({_listed(ngrams)})")
-    print(_continuation(config, state, decoder, tokenizer), flush=True)
+    progress.message("evaluating on all held-out files")
+    loss = evaluation(None)
+    if loss is None:
+        console.print(f"stopped behind the last step, {done}, without its held-out loss; the same command takes it")
+        return 0
+    watch.write(done, {metrics.EVAL_LOSS: loss})
+    unit = "byte" if config.data.tokenizer == "bytes" else "token"
+    beside = f" ({_listed(ngrams)})" if ngrams else ""
+    console.print(f"held-out loss {loss:.4f} nats per {unit} after {done} steps{beside}")
+    show_sample()
+    console.print(meter.summary())
     console.print(f"checkpoint: {checkpoints.folder / str(done)}")
     if not math.isfinite(loss):
         console.print("error: the held-out loss is not finite; train/skipped_steps in metrics.jsonl tells since when")
@@ -155,67 +225,79 @@ def _train(argv: list[str]) -> int:
     return 0
 
 
-def _parse(argv: list[str]) -> tuple[RunConfig | None, Path]:
-    known = flags.FlagValues()
-    about = {
-        "config": "FILE.py[:NAME]; a path, or one of the packaged configs",
-        "workdir": "folder of this run; a run found there is continued",
-    }
-    for name, text in about.items():
-        flags.DEFINE_string(name, None, text, flag_values=known)
-    flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=known)
-    overrides = [argument for argument in argv[1:] if argument.startswith("--config.")]
-    rest = known([argv[0], *(argument for argument in argv[1:] if argument not in overrides)])
-    if known.help:
-        print(f"{__doc__}\n{known.get_help()}\nFields of a config, with their meaning: configs/base.py")
-        return None, Path()
-    if len(rest) > 1:
-        raise ConfigError(f"unknown argument {rest[1]!r}")
-    for name in about:
-        if not known[name].value:
-            raise ConfigError(f"--{name} is missing")
-    return configs.load(known.config, overrides), Path(known.workdir)
+class _Watch:
+    """Hands the numbers of each step to the writers, one step late, so that the device never waits for the log."""
+
+    def __init__(self, config: RunConfig, meter: metrics.Meter, writers: list[metrics.Writer]):
+        self.config, self.meter, self.writers = config, meter, writers
+        self.skipped = 0  # non-finite steps in a row, as of the last step that was written
+        self._pending: tuple[int, dict] | None = None
+
+    def step(self, step: int, result: dict) -> None:
+        """A step was dispatched; the one before it is written."""
+        self.catch_up()
+        self._pending = step, result
+
+    def catch_up(self) -> None:
+        """Waits for the last dispatched step and writes it."""
+        if self._pending is None:
+            return
+        (step, result), self._pending = self._pending, None
+        values = {metrics.LOSS: float(result["loss"])}  # waits for the step
+        self.skipped = int(result["skipped_in_a_row"])
+        values |= {f"train/{name}": float(result[name]) for name in SCALARS if name in result}
+        values |= self.meter.measure(productive=not self.skipped)
+        with self.meter.aside("logging"):
+            if step % self.config.log.health_every == 0:
+                values |= metrics.health_report(self.config.model, **jax.device_get(result["health"]))
+            self.write(step, values)
+
+    def write(self, step: int, values: dict) -> None:
+        for writer in self.writers:
+            writer.write(step, values)
 
 
-def _check_workdir(workdir: Path, config: RunConfig) -> None:
-    """Holds the config against the one of a run found there. Nothing is written before a run begins."""
-    file, ours = workdir / "config.json", json.loads(json.dumps(config.to_dict()))
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--workdir={workdir}: {error}") from error
-    if not file.exists():
-        return
-    try:
-        theirs = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(theirs, dict):
-        raise ConfigError(f"{file} holds no config")
-    found = [(name, old, new) for name, old, new in _differences(theirs, ours) if not name.startswith(RESUMABLE)]
-    if found:
-        changed = "; ".join(f"{name}: {old!r} -> {new!r}" for name, old, new in found)
-        raise ConfigError(f"{file} is of another run: {changed}")
+def _replaced(config: RunConfig, group: str, **fields) -> RunConfig:
+    return dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **fields)})
 
 
-def _differences(old: dict, new: dict, prefix: str = "") -> list[tuple[str, object, object]]:
-    found = []
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{prefix}{name}.")
-        elif a != b:
-            found.append((prefix + name, a, b))
-    return found
+def _weights(config: RunConfig, like: TrainState) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Parameters and router bias of `init_from`, placed as `like`. Raises ConfigError for another model."""
+    path = Path(config.init_from)
+    if not any(path.glob("*.safetensors*")):
+        found = checkpoint.read_parameters(path, {"params": like.params, "router_bias": like.router_bias})
+        return found["params"], found["router_bias"]
+    decoder = hf.load(path, dtype="float32")
+    if different := difference(config.model, decoder.config):
+        raise ConfigError(f"init_from={path} is another model: {different}")
+    placed = {p: jax.device_put(v, like.params[p].sharding) for p, v in parameters.values(decoder).items()}
+    return placed, jax.device_put(decoder.router_bias(), like.router_bias.sharding)
 
 
-def _stop_on_signals() -> threading.Event:
-    """An event that Ctrl-C and SIGTERM set, so that a step is never torn."""
+@contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set, so that a step is never torn. A second signal ends the program at once."""
     stop = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
-    return stop
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def ask(*_) -> None:
+        stop.set()
+        restore()
+        os.write(2, b"\nstopping: this step is finished and saved; once more to stop at once\n")
+
+    for number in before:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        restore()
 
 
 def _listed(losses: dict[str, float]) -> str:
@@ -239,5 +321,5 @@ def _continuation(config: RunConfig, state: TrainState, decoder, tokenizer) -> s
 
 
 if __name__ == "__main__":
-    logging.set_verbosity(logging.WARNING)
+    logging.getLogger().setLevel(logging.WARNING)
     sys.exit(main(sys.argv))

@@ -28,3 +28,11 @@ SMALL = model(
     mla={"heads": 2, "q_lora": 20, "kv_lora": 16, "qk_nope": 8, "qk_shared": 4, "value_dim": 10},
     moe={"routed_experts": 6, "top_k": 2, "latent": 18, "expert_mlp": 14},
 )  # fmt: skip
+
+# Divides over 8 devices, has a scanned group and another layer behind it, and is quick to compile.
+SPLIT = model(
+    layers=6, attn_res_block=5, mla_layers=(5, 6), embed=48, mlp=40,
+    kda={"heads": 2, "key_dim": 8, "value_dim": 12},
+    mla={"heads": 2, "q_lora": 32, "kv_lora": 24, "qk_nope": 8, "qk_shared": 4, "value_dim": 10},
+    moe={"routed_experts": 6, "top_k": 2, "latent": 18, "expert_mlp": 16},
+)  # fmt: skip

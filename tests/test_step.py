@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sizes
+from steps import batch, keeping_gradients, layout_of, run_config, setup
 
 from k3jax import config as configs
 from k3jax.evaluate import make_evaluate
@@ -16,25 +16,6 @@ from k3jax.optim import make_optimizer
 from k3jax.step import TrainState, abstract_decoder, init_state, make_train_step
 
 
-def run_config(name="tiny", model=sizes.SMALL, **optim):
-    config = configs.load(f"configs/k3.py:{name}")
-    optim = {"learning_rate": 1e-2, "warmup_steps": 0, **optim}
-    return dataclasses.replace(config, model=model or config.model, optim=dataclasses.replace(config.optim, **optim))
-
-
-def setup(config):
-    decoder = abstract_decoder(config)
-    optimizer, schedule, _ = make_optimizer(config, parameters.variables(decoder))
-    step = jax.jit(make_train_step(config, decoder, optimizer, schedule))
-    return decoder, step, jax.jit(lambda: init_state(config, optimizer))()
-
-
-def batch(seed=0, rows=2, width=16):
-    tokens = jax.random.randint(jax.random.key(seed), (rows, width + 1), 0, 200)
-    ones = jnp.ones((rows, width), jnp.int32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": ones > 0, "segment_ids": ones}
-
-
 @pytest.fixture(scope="module")
 def small():
     return setup(run_config())
@@ -42,7 +23,7 @@ def small():
 
 def test_every_tensor_moves(small):
     """Three steps with a learning rate; layer 1's mix, which nothing reads, gets a gradient of exactly 0."""
-    decoder, step, first = small
+    decoder, _, step, first = small
     state = first
     for at in range(3):
         state, _ = step(state, batch(at))
@@ -58,7 +39,7 @@ def test_every_tensor_moves(small):
 
 def test_loss_is_per_target(small):
     """O19: rows with 1 and 3 targets count as 4 targets, and padding beside them changes nothing."""
-    _, step, state = small
+    _, _, step, state = small
     both = batch()
     mask = jnp.zeros_like(both["loss_mask"]).at[0, 5].set(True).at[1, 2:5].set(True)
     both["loss_mask"] = mask
@@ -119,7 +100,7 @@ def test_loss_pieces_agree():
 
 def test_not_finite_is_skipped(small):
     """Parameters, momentum and bias stay; the step and the count go on."""
-    _, step, state = small
+    _, _, step, state = small
     broken = dataclasses.replace(
         state, params={**state.params, "lm_head": state.params["lm_head"].at[0, 0].set(jnp.nan)}
     )
@@ -134,8 +115,8 @@ def test_not_finite_is_skipped(small):
 
 def test_evaluation_touches_nothing(small):
     """O10 (a): a step, three evaluations, a step against the same without evaluations, bit for bit."""
-    decoder, step, state = small
-    evaluate = make_evaluate(run_config(), decoder)
+    decoder, layout, step, state = small
+    evaluate = make_evaluate(run_config(), decoder, layout)
     plain, _ = step(state, batch(0))
     between = plain
     loss = evaluate(between, [batch(seed) for seed in (7, 8, 9)])
@@ -147,7 +128,7 @@ def test_evaluation_touches_nothing(small):
 
 def test_padding_leaves_the_bias_alone(small):
     """Rows of padding change neither loss, gradient norm nor the next router bias."""
-    _, step, state = small
+    _, _, step, state = small
     whole = batch()
 
     # The second row is padding in both; in one it holds other tokens and asks for targets' sake.
@@ -162,6 +143,33 @@ def test_padding_leaves_the_bias_alone(small):
     np.testing.assert_allclose(metrics["loss"], other["loss"], rtol=1e-6)
     np.testing.assert_allclose(metrics["grad_norm"], other["grad_norm"], rtol=1e-5)
     np.testing.assert_array_equal(one.router_bias, two.router_bias)
+
+
+def test_packed_rows_are_separate_documents():
+    """Three documents in one row, or each alone in a row: loss, counts and every gradient of the whole step (1e-5)."""
+    lengths, width = (7, 18, 11), 36
+    _, _, step, state = setup(run_config(clip_norm=None), change=keeping_gradients)
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(0, 200, n + 1, dtype=np.int32) for n in lengths]
+    empty = {"tokens": np.int32, "targets": np.int32, "loss_mask": bool, "segment_ids": np.int32}
+    packed, apart = ({name: np.zeros((3, width), kind) for name, kind in empty.items()} for _ in range(2))
+    at = 0
+    for place, document in enumerate(documents):
+        n = len(document) - 1
+        for rows, row, start in ((packed, 1, at), (apart, place, 0)):
+            here = slice(start, start + n)
+            rows["tokens"][row, here], rows["targets"][row, here] = document[:-1], document[1:]
+            rows["loss_mask"][row, here], rows["segment_ids"][row, here] = True, place + 1
+        at += n
+    (one, metrics), (two, other) = step(state, packed), step(state, apart)
+    assert metrics["targets"] == other["targets"] == sum(lengths)
+    np.testing.assert_allclose(metrics["loss"], other["loss"], rtol=1e-6)
+    np.testing.assert_array_equal(metrics["health"]["expert_load"], other["health"]["expert_load"])
+    np.testing.assert_allclose(one.router_bias, two.router_bias, atol=4e-3)
+    largest = max(float(jnp.abs(g).max()) for g in one.opt_state["gradients"].values())
+    for path, gradient in one.opt_state["gradients"].items():
+        scale = max(float(jnp.abs(gradient).max()), 1e-6 * largest)
+        np.testing.assert_allclose(two.opt_state["gradients"][path], gradient, atol=1e-5 * scale, err_msg=path)
 
 
 def equations(jaxpr) -> int:
@@ -184,7 +192,7 @@ def test_program_of_93_layers_stays_small():
     shape = config.data.batch_rows, config.data.seq_len
     ids, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool)
     inputs = {"tokens": ids, "targets": ids, "loss_mask": mask, "segment_ids": ids}
-    jaxpr = jax.make_jaxpr(make_train_step(config, decoder, optimizer, schedule))(state, inputs)
+    jaxpr = jax.make_jaxpr(make_train_step(config, decoder, optimizer, schedule, layout_of(decoder)))(state, inputs)
     count = equations(jaxpr.jaxpr)
     print(f"\n93-layer train step: {count:,} equations, {len(table)} parameter tensors")
     assert 10_000 < count <= 80_000

@@ -1,117 +1,161 @@
-"""The command line from end to end on a very small model: log, checkpoint, resume, and mistakes."""
+"""The command line from end to end on a very small model: log, checkpoint, resume, meshes, and mistakes."""
 
 import json
 import shutil
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from runs import exact, run, write_corpus
 
-from k3jax import metrics, train
-
-SMALL = [
-    "model.layers=2", "model.mla_layers=(2,)", "model.attn_res_block=1", "model.embed=16", "model.mlp=16",
-    "model.kda.heads=1", "model.kda.key_dim=8", "model.kda.value_dim=8", "model.mla.heads=1", "model.mla.q_lora=8",
-    "model.mla.kv_lora=8", "model.mla.qk_nope=8", "model.mla.qk_shared=4", "model.mla.value_dim=8",
-    "model.moe.routed_experts=4", "model.moe.top_k=2", "model.moe.latent=8", "model.moe.expert_mlp=8",
-    "data.seq_len=32", "data.batch_rows=2", "train.steps=4", "optim.warmup_steps=1", "eval.every=3", "eval.rows=4",
-    "sample.tokens=5",
-]  # fmt: skip
-
-
-def command(workdir, *more):
-    flags = [f"--config.{flag}" for flag in (*SMALL, *more)]
-    return ["train", "--config=configs/k3.py:tiny", f"--workdir={workdir}", *flags]
+from k3jax import checkpoint, metrics, train
+from k3jax.config import MachineError
 
 
 @pytest.fixture(scope="module")
-def few_held_out():
-    """A last evaluation of two documents instead of half a million bytes."""
-    patch, real = pytest.MonkeyPatch(), train.data.EvaluationRows
-    patch.setattr(train.data, "EvaluationRows", lambda *a: real(*a[:-1], 4))
-    yield
-    patch.undo()
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, few_held_out):
+def finished(tmp_path_factory, corpus):
     workdir = tmp_path_factory.mktemp("whole")
-    assert train.main(command(workdir)) == 0
+    assert run(workdir, corpus) == 0
     return workdir
 
 
-def losses(workdir):
-    records = metrics.read_jsonl(workdir / "metrics.jsonl")
-    assert [record["step"] for record in records] == [1, 2, 3, 4]
-    return [record["train/loss"] for record in records]
+def stopped_after(steps):
+    """A stand-in for the signals: asks to stop once so many steps have begun."""
+
+    @contextmanager
+    def stops():
+        stop, asked = threading.Event(), []
+
+        def is_set():
+            asked.append(True)
+            return len(asked) > steps
+
+        stop.is_set = is_set
+        yield stop
+
+    return stops
 
 
 def test_run(finished):
     records = metrics.read_jsonl(finished / "metrics.jsonl")
-    assert losses(finished)[0] == pytest.approx(np.log(264), abs=0.1)
-    assert {"eval/loss", "train/grad_norm", "train/max_violation", "train/max_logit"} <= records[-1].keys()
-    assert "eval/loss" in records[2] and "eval/loss" not in records[1]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert records[0]["train/loss"] == pytest.approx(np.log(264), abs=0.1)
+    every_step = {"train/loss", "train/grad_norm", "train/learning_rate", "train/step_seconds", "train/goodput"}
+    assert all(every_step <= record.keys() for record in records)
+    assert "eval/loss" in records[2] and "eval/loss" in records[3] and "eval/loss" not in records[1]
+    health = {"moe/max_violation/2", "moe/dropped_tokens/2", "moe/bias_range/2", "mla/max_logit/2"}
+    assert health | {"kda/gate_saturation/1", "attn_res/weights"} <= records[1].keys()
+    assert records[1]["moe/dropped_tokens/2"] == 0 and not health & records[0].keys()
+    np.testing.assert_allclose(np.sum(records[1]["attn_res/weights"], axis=1), 1, atol=1e-5)
     assert (finished / "checkpoints" / "4").is_dir()
     assert json.loads((finished / "config.json").read_text())["train"]["steps"] == 4
+    events = metrics.read_events(finished / "tensorboard")
+    for record in records:
+        np.testing.assert_allclose(events["train/loss"][record["step"]], record["train/loss"], rtol=1e-6)
 
 
-def test_stopped_and_resumed_is_the_same_run(finished, tmp_path, monkeypatch, capsys):
-    """Stopped after two steps, then continued by the same command: the same losses bit for bit."""
-
-    class AfterTwo:
-        asked = 0
-
-        def is_set(self):
-            self.asked += 1
-            return self.asked > 2
-
+def test_stopped_and_resumed_is_the_same_run(finished, corpus, tmp_path, monkeypatch, capsys):
+    """Stopped after two steps, then continued by the same command: the same numbers bit for bit."""
     with monkeypatch.context() as patch:
-        patch.setattr(train, "_stop_on_signals", AfterTwo)
-        assert train.main(command(tmp_path)) == 0
+        patch.setattr(train, "_stop_on_signals", stopped_after(2))
+        assert run(tmp_path, corpus) == 0
     assert "stopped at step 2" in capsys.readouterr().err
-    assert (tmp_path / "checkpoints" / "2").is_dir()
-    assert train.main(command(tmp_path)) == 0
+    assert checkpoint.complete_steps(tmp_path / "checkpoints") == [2]
+    assert run(tmp_path, corpus) == 0
     assert "resumed at step 2" in capsys.readouterr().err
-    assert losses(tmp_path) == losses(finished)
+    assert exact(tmp_path) == exact(finished)
 
 
-def test_another_config_is_refused(finished, capsys):
-    assert train.main(command(finished, "optim.learning_rate=0.5")) == 2
+def test_another_mesh_is_the_same_run(finished, corpus, tmp_path, monkeypatch):
+    """Two steps on data 2 x fsdp 4, then on fsdp 2 in two micro-batches, and nothing to see but rounding."""
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "_stop_on_signals", stopped_after(2))
+        assert run(tmp_path, corpus, "mesh.fsdp=4", devices=8) == 0
+    assert run(tmp_path, corpus, "mesh.fsdp=2", "train.accumulate=2", devices=2) == 0
+    whole, ours = exact(finished), exact(tmp_path)
+    assert whole.keys() == ours.keys()
+    for step, numbers in whole.items():
+        assert numbers.keys() == ours[step].keys()
+        for name, value in numbers.items():
+            assert ours[step][name] == pytest.approx(value, rel=1e-4 if name == "train/grad_norm" else 1e-5)
+
+
+def test_changed_config_or_data_is_refused(finished, corpus, tmp_path, capsys):
+    before = (finished / "metrics.jsonl").read_text()
+    assert run(finished, corpus, "optim.learning_rate=0.5") == 2
     error = capsys.readouterr().err
     assert "optim.learning_rate: 0.01 -> 0.5" in error and error.count("\n") == 1
+    shutil.copytree(corpus, tmp_path / "corpus")
+    shutil.copytree(finished, tmp_path / "run")
+    changed = json.loads((finished / "config.json").read_text())
+    changed["data"] |= {name: [str(tmp_path / "corpus" / part)] for name, part in
+                        (("source", "train"), ("held_out", "held_out"))}  # fmt: skip
+    (tmp_path / "run" / "config.json").write_text(json.dumps(changed))
+    assert run(tmp_path / "run", tmp_path / "corpus") == 0  # the same texts elsewhere
+    (tmp_path / "corpus" / "train" / "3.txt").write_text("something else")
+    capsys.readouterr()
+    assert run(tmp_path / "run", tmp_path / "corpus") == 2
+    assert "data" in capsys.readouterr().err.splitlines()[-1]
+    assert (finished / "metrics.jsonl").read_text() == before
 
 
-def test_finished_run_prints_its_end_again(finished, capsys):
+def test_finished_run_prints_its_end_again(finished, corpus, capsys):
     """Nothing left to train: evaluation and sample only, and the log stays as it is."""
     before = (finished / "metrics.jsonl").read_text()
-    assert train.main(command(finished)) == 0
+    assert run(finished, corpus) == 0
     assert "held-out loss" in capsys.readouterr().err
     assert (finished / "metrics.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "\x00"])
-def test_damaged_config_json(tmp_path, capsys, text):
+def test_damaged_config_json(tmp_path, corpus, capsys, text):
     (tmp_path / "config.json").write_text(text)
-    assert train.main(command(tmp_path)) == 2
+    assert run(tmp_path, corpus) == 2
     assert "config.json" in capsys.readouterr().err
 
 
-def test_damaged_checkpoint(finished, tmp_path, capsys):
+def test_damaged_checkpoint(finished, corpus, tmp_path, capsys):
     """Files cut short end in one line that names the checkpoint."""
     shutil.copytree(finished, tmp_path / "copy")
-    for path in (tmp_path / "copy" / "checkpoints" / "4" / "default").rglob("*"):
+    for path in (tmp_path / "copy" / "checkpoints" / "4").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert train.main(command(tmp_path / "copy")) == 2
+    assert run(tmp_path / "copy", corpus) == 2
     assert "checkpoints/4" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_all_layers_dense(few_held_out, tmp_path):
+def test_all_layers_dense_for_an_epoch(corpus, tmp_path, capsys):
     """A model without experts has an empty router bias, which a checkpoint cannot hold; it trains and resumes."""
-    flags = ("model.dense_layers=2", "train.steps=2")
-    assert train.main(command(tmp_path, *flags)) == 0
-    assert train.main(command(tmp_path, *flags)) == 0
+    flags = ("model.dense_layers=2", "train.epochs=1", "data.seq_len=64", "data.batch_rows=4")
+    assert run(tmp_path, corpus, *flags) == 0
+    size = sum(path.stat().st_size + 2 for path in (corpus / "train").iterdir())
+    assert len(exact(tmp_path)) == -(-size // (64 * 4)) > 2  # steps that hold every token once
+    assert run(tmp_path, corpus, *flags) == 0
+
+
+def test_too_little_space_and_failing_saves(corpus, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        assert run(tmp_path / "a", corpus) == 3
+    error = capsys.readouterr().err.splitlines()
+    assert "GiB" in error[-1] and error[-1].startswith("error: ") and not (tmp_path / "a" / "config.json").exists()
+
+    def full(*_, **__):
+        raise MachineError("checkpoints/2 could not be written: no space left on device")
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", full)
+    assert run(tmp_path / "b", corpus, "checkpoint.every=2") == 3
+    assert "no space left" in capsys.readouterr().err.splitlines()[-1]
+    assert len(exact(tmp_path / "b")) == 2  # the log holds every step that was taken
 
 
 @pytest.mark.parametrize(
@@ -126,6 +170,11 @@ def test_all_layers_dense(few_held_out, tmp_path):
         (["--config=configs/k3.py:tiny", "--workdir=w", "stray"], "stray"),
         (["--config=configs/k3.py:tiny", "--workdir=/dev/null/w"], "/dev/null/w"),
         (["--config=configs/k3.py:tiny", "--workdir={tmp}", "--config.model.vocab=100"], "model.vocab"),
+        (["--config=configs/k3.py:tiny", "--workdir={tmp}", "--config.mesh.data=3"], "mesh.data"),
+        (["--config=configs/k3.py:tiny", "--workdir={tmp}", "--config.train.accumulate=8"], "mesh.data"),
+        (["--config=configs/k3.py:tiny", "--workdir={tmp}", "--config.init_from={tmp}/none"], "none"),
+        (["--config=configs/fine_tune.py:{tmp}", "--workdir={tmp}"], "config.json"),
+        (["--config=configs/k3.py:tiny", "--workdir={tmp}", "--config.optim.frozen=no.such"], "optim.frozen"),
     ],
 )
 def test_mistakes(argv, named, tmp_path, capsys):
@@ -137,3 +186,4 @@ def test_mistakes(argv, named, tmp_path, capsys):
 def test_module_runs_and_helps():
     found = subprocess.run([sys.executable, "-m", "k3jax.train", "--help"], capture_output=True, text=True, check=False)
     assert found.returncode == 0 and "--workdir" in found.stdout and "configs/base.py" in found.stdout
+    assert "flagfile" not in found.stdout

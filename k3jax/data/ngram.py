@@ -6,16 +6,17 @@ in the training part, N(h) the sum of that over c, and D(h) the number of differ
     P_n(c | h) = (N(h c) + D(h) P_{n-1}(c | h')) / (N(h) + D(h)),    P_0(c) = 1 / symbols,
 
 where h is the last n - 1 tokens and h' is h without its oldest. A history that was never seen hands P_{n-1}
-on. The targets are all tokens of a document but its first (bytes and eos, given at least bos). Histories
-stop at the document's start, where bos stands in for what would lie before it. Invariant: each P_n( . | h)
-sums to 1 over the symbols and is learnt from the training part alone.
+on. The targets are all tokens of a document but its first (bytes and eos, given at least bos); of a
+conversation, the answers' alone. Histories stop at the document's start, where bos stands in for what would
+lie before it. Invariant: each P_n( . | h) sums to 1 over the symbols and is learnt from the training part alone.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from k3jax.data.tokenizers import TokenDocuments, Tokenizer
+from k3jax.data.documents import TokenDocuments
+from k3jax.data.tokenizers import Tokenizer
 
 NAMES = ("unigram", "bigram", "trigram")
 
@@ -55,7 +56,7 @@ def ngram_losses(train: TokenDocuments, held_out: TokenDocuments, tokenizer: Tok
 def _contexts(documents: TokenDocuments, orders: int) -> list[np.ndarray]:
     """`orders` arrays [targets]: number 0 holds the targets, number d the token d places before each."""
     tokens, begins, ends = documents.tokens, documents.offsets[:-1], documents.offsets[1:]
-    is_target = np.ones(len(tokens), bool)
+    is_target = np.ones(len(tokens), bool) if documents.answer is None else np.array(documents.answer, bool)
     is_target[begins] = False
     contexts = [tokens[is_target]]
     for back in range(1, orders):

@@ -12,12 +12,12 @@ rows of places sB .. sB + B - 1 of that walk.
 Invariant: nothing is remembered from row to row. Any batch can be asked for at any time, in any order, by
 any process, so resuming is starting at a step. An epoch's last row runs on into the next epoch: no token is
 lost or padded, every document appears exactly once per epoch, every token is an input once, and every token
-but a document's first is a target once.
+but a document's first is a target once (which `answers` of the documents may narrow).
 
 A batch is a dict of numpy arrays, each [B, T]:
     tokens       int32
     targets      int32, the token after each input
-    loss_mask    bool, False where the target opens another document (or is padding)
+    loss_mask    bool, False where the target opens another document, is padding, or is no answer in a conversation
     segment_ids  int32, the row's documents as 1, 2, 3, ...; an id never returns in a row; 0 is padding, which
                  only evaluation has
 """
@@ -31,7 +31,7 @@ from collections.abc import Iterable, Iterator
 import grain
 import numpy as np
 
-from k3jax.data.tokenizers import TokenDocuments
+from k3jax.data.documents import DocumentSet, TokenDocuments
 
 Batch = dict[str, np.ndarray]
 Piece = tuple[int, int, int]  # document, first token, token behind the last
@@ -54,14 +54,14 @@ class TrainRows:
     0 .. 2^64 - 1 orders the documents.
     """
 
-    def __init__(self, documents: TokenDocuments, seq_len: int, seed: int):
+    def __init__(self, documents: TokenDocuments | DocumentSet, seq_len: int, seed: int):
         _check_row(seq_len)
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed must be in 0 .. 2^64 - 1, got {seed}")
         self.documents = documents
         self.seq_len = seq_len
         self.seed = seed
-        self.tokens_per_epoch = len(documents.tokens)
+        self.tokens_per_epoch = int(documents.offsets[-1])
         self._lengths = documents.lengths
         # The instance's own cache; more than one entry, because a row may lie in two epochs.
         self._epoch = functools.lru_cache(maxsize=4)(self._index)
@@ -108,12 +108,20 @@ class EvaluationRows:
     spread evenly over the documents (all, if there are fewer): a quick look that is the same each time.
     """
 
-    def __init__(self, documents: TokenDocuments, seq_len: int, pad_id: int, batch_rows: int, count: int | None = None):
+    def __init__(
+        self,
+        documents: TokenDocuments | DocumentSet,
+        seq_len: int,
+        pad_id: int,
+        batch_rows: int,
+        count: int | None = None,
+    ):
         _check_row(seq_len)
         self.documents = documents
         self.seq_len = seq_len
         self.pad_id = pad_id
-        rows = -(-len(documents.tokens) // seq_len)
+        self._total = int(documents.offsets[-1])
+        rows = -(-self._total // seq_len)
         chosen = rows if count is None else min(count, rows)
         self._rows = [index * rows // chosen for index in range(chosen)]
         self._length = -(-chosen // batch_rows) * batch_rows
@@ -125,7 +133,7 @@ class EvaluationRows:
         pieces: Iterable[Piece] = ()
         if index < len(self._rows):
             start = self._rows[index] * self.seq_len
-            pieces = self._pieces(start, min(start + self.seq_len + 1, len(self.documents.tokens)))
+            pieces = self._pieces(start, min(start + self.seq_len + 1, self._total))
         return _pack(self.documents, pieces, self.seq_len, self.pad_id)
 
     def __repr__(self) -> str:
@@ -143,13 +151,15 @@ class EvaluationRows:
 class Batches:
     """Rows in batches of `batch_rows`: at random by `batch(step)`, or in order and read ahead by `iterate`.
 
-    Both go through one `grain.MapDataset`, so they cannot differ.
+    `rows` are those of one corpus or a mixture (mixture.py). Both go through one `grain.MapDataset`, so they cannot
+    differ.
     """
 
-    def __init__(self, rows: TrainRows | EvaluationRows, batch_rows: int):
+    def __init__(self, rows: TrainRows | EvaluationRows | grain.MapDataset, batch_rows: int):
         if batch_rows < 1:
             raise ValueError(f"batch_rows must be 1 or more, got {batch_rows}")
-        self.dataset = grain.MapDataset.source(rows).batch(batch_rows, drop_remainder=True)
+        dataset = rows if isinstance(rows, grain.MapDataset) else grain.MapDataset.source(rows)
+        self.dataset = dataset.batch(batch_rows, drop_remainder=True)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -196,19 +206,23 @@ def _check_row(seq_len: int) -> None:
         raise ValueError(f"seq_len must be 1 or more, got {seq_len}")
 
 
-def _pack(documents: TokenDocuments, pieces: Iterable[Piece], seq_len: int, pad_id: int = 0) -> Batch:
+def _pack(documents: TokenDocuments | DocumentSet, pieces: Iterable[Piece], seq_len: int, pad_id: int = 0) -> Batch:
     """One row [T] from the pieces of its T + 1 tokens; what they leave open is padding."""
     window = np.full(seq_len + 1, pad_id, np.int32)
     segments = np.zeros(seq_len + 1, np.int32)
+    answers = np.ones(seq_len + 1, bool)
     at = 0
     for segment, (document, begin, end) in enumerate(pieces, 1):
         behind = at + end - begin
         window[at:behind] = documents.read(document, begin, end)
         segments[at:behind] = segment
+        given = documents.answers(document, begin, end)
+        if given is not None:
+            answers[at:behind] = given
         at = behind
     return {
         "tokens": window[:-1],
         "targets": window[1:],
-        "loss_mask": (segments[1:] == segments[:-1]) & (segments[1:] > 0),
+        "loss_mask": (segments[1:] == segments[:-1]) & (segments[1:] > 0) & answers[1:],
         "segment_ids": segments[:-1],
     }

@@ -1,20 +1,24 @@
-"""Where documents come from: random access to texts, one document per index.
+"""What a source of documents is, which documents are held out, and the standard library as a source.
 
-A source has a `name`, a length and `source[i]`, so it is a `grain.sources.RandomAccessDataSource`.
-Invariant: the same files give the same documents in the same order, and what cannot be read raises
-BadDocument for its index alone; whoever reads a source (`tokenizers.tokenize`) counts those and goes on.
+A `Source` is random access: a `name`, a length and `source[i]`, so it is a grain RandomAccessDataSource. `Records` are
+read once, in order, as large files are (`records.py`). Invariant: the same files give the same documents in the same
+order, and what cannot be read is a BadDocument in its own place alone; whoever reads (`documents.tokenize`) counts
+those and goes on.
 """
 
 import os
 import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from k3jax.config import ConfigError
 
-Split = Literal["train", "held_out"]
+Split = Literal["train", "held_out", "all"]
 HELD_OUT_ONE_IN = 20
+LOT_BITS = 58  # of the digest, below its remainder in a lot: 19 * 2^58 + 2^58 fits 63 bits
 # Packages of the installation, tests (much repeated text, little of it code that someone reads) and caches.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 # Code pages: over a hundred near copies of one file, which would leak from one split into the other.
@@ -41,33 +45,79 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> bytes | str: ...
 
 
-def is_held_out(relative_path: str) -> bool:
-    """Whether a file belongs to the held-out part: about one in twenty, whatever else is installed.
+@dataclass(frozen=True)
+class Record:
+    """One record as it was read: the document (text, or a conversation's messages), or why it is none.
 
-    `relative_path` is relative to the source's root with `/` between folders (`json/decoder.py`). The file
-    is held out when sha256(path as UTF-8), all 32 bytes of the digest read as one unsigned big-endian
-    integer, is a multiple of 20.
+    `name` is what the held-out rule looks at; `size` are the bytes it took in its file, for a progress bar.
     """
-    digest = sha256(relative_path.encode()).digest()
-    return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
+
+    name: str
+    content: bytes | str | list[Any] | BadDocument
+    size: float
+
+
+@runtime_checkable
+class Records(Protocol):
+    """Documents in order. `size` is the sum of all their records' sizes; `files` names what is read."""
+
+    name: str
+    size: int
+    files: frozenset[str]
+
+    def records(self) -> Iterator[Record]: ...
+
+
+def draw_lot(name: str) -> int:
+    """What decides whether a document is held out: r 2^58 + the leading 58 bits of the digest, r = digest mod 20.
+
+    The digest is sha256(name as UTF-8), its 32 bytes read as one unsigned big-endian integer. Lots below 2^58 are held
+    out, and the smallest lot is the first candidate where there is none.
+    """
+    digest = int.from_bytes(sha256(name.encode(errors="surrogateescape")).digest(), "big")
+    return (digest % HELD_OUT_ONE_IN << LOT_BITS) | digest >> 256 - LOT_BITS
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a document belongs to the held-out part: about one in twenty, whatever else is installed.
+
+    A file's name is its path relative to the source's root with `/` between folders (`json/decoder.py`), a record's
+    has `:` and its number behind that. It is held out when its digest (`draw_lot`) is a multiple of 20.
+    """
+    return draw_lot(name) >> LOT_BITS == 0
 
 
 class StandardLibrary:
     """The .py files of this Python's own standard library; a document is the bytes of one file.
 
     Left out: folders named as in SKIPPED_FOLDERS at any depth and those of SKIPPED_AT_TOP. Documents are in
-    the order of their relative path. `split` chooses the part by `is_held_out`; `root` defaults to where
+    the order of their relative path. `split` chooses the part by `is_held_out`, or both; `root` defaults to where
     this Python keeps its library. Raises ConfigError where there is no such file.
     """
 
     def __init__(self, split: Split, root: Path | None = None):
-        if split not in ("train", "held_out"):
-            raise ValueError(f"split must be train or held_out, got {split!r}")
+        if split not in ("train", "held_out", "all"):
+            raise ValueError(f"split must be train or held_out, or all, got {split!r}")
         self.root = Path(root or sysconfig.get_path("stdlib"))
-        self.name = f"stdlib/{split}"
-        self.paths = [path for path in _python_files(self.root) if is_held_out(path) == (split == "held_out")]
+        self.name = "stdlib" if split == "all" else f"stdlib/{split}"
+        files = _python_files(self.root)
+        self.paths = [path for path in files if split == "all" or is_held_out(path) == (split == "held_out")]
         if not self.paths:
             raise ConfigError(f"data.source: no .py file for the part {split} under {self.root}")
+        self.files = frozenset({"stdlib"})
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files that can be read."""
+        return sum(self._size(path) for path in self.paths)
+
+    def records(self) -> Iterator[Record]:
+        """All documents in order, named by their path."""
+        for index, path in enumerate(self.paths):
+            try:
+                yield Record(path, self[index], self._size(path))
+            except BadDocument as error:
+                yield Record(path, error, self._size(path))
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -81,6 +131,12 @@ class StandardLibrary:
         if not document:
             raise BadDocument("empty", path)
         return document
+
+    def _size(self, path: str) -> int:
+        try:
+            return (self.root / path).stat().st_size
+        except OSError:
+            return 0  # counted as unreadable when its turn comes
 
     def __repr__(self) -> str:
         return f"StandardLibrary({self.name}, {len(self)} files under {self.root})"

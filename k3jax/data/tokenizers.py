@@ -1,33 +1,54 @@
-"""Text to ids and back, and a whole source as one array of ids.
+"""Text to ids and back: what a tokenizer is, the byte tokenizer, and `load` for all kinds.
 
 A document becomes bos + its tokens + eos. Invariant: no special id ever comes out of a document's own text,
 so a text cannot forge a boundary; decoding what was encoded gives the text back.
 """
 
-import logging
-from collections import Counter
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from k3jax.config import ConfigError
-from k3jax.data.sources import BadDocument, Source
+from k3jax.data.sources import BadDocument
 
-logger = logging.getLogger(__name__)
+
+class Part(NamedTuple):
+    """A stretch of a conversation: written by the template (its special tokens count) or by somebody in it."""
+
+    text: str
+    template: bool
+    answer: bool  # learnt as targets
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer. Ids are in 0 .. vocab_size - 1."""
+    """What the rest of the package asks of a tokenizer. Ids are in 0 .. vocab_size - 1.
+
+    `hash` is a sha256 over all that decides the ids; `special_tokens` are the texts of special ids, which a
+    template may write; `bos` and `eos` are two of them ("" where there is none).
+    """
 
     vocab_size: int
     bos_id: int
     eos_id: int
     pad_id: int
+    bos: str
+    eos: str
+    hash: str
+    special_tokens: dict[str, int]
 
-    def encode(self, document: bytes | str, *, eos: bool = True) -> np.ndarray: ...
+    def encode(self, document: bytes | str, *, eos: bool = True) -> np.ndarray:
+        """bos, the document's ids, and eos unless it is to be continued. Raises BadDocument."""
 
-    def decode(self, ids) -> str: ...
+    def encode_batch(self, documents: Sequence[bytes | str]) -> list[np.ndarray | BadDocument]:
+        """`encode` of each, on all cores where the library can; a document's own error in its place."""
+
+    def encode_parts(self, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids [n], answer bool [n]) of a conversation, without bos and eos. Raises BadDocument."""
+
+    def decode(self, ids) -> str:
+        """The text of `ids` [n], without the special ones."""
 
 
 class ByteTokenizer:
@@ -37,6 +58,9 @@ class ByteTokenizer:
     eos_id = 257
     pad_id = 258
     vocab_size = 259
+    bos = eos = ""
+    hash = sha256(b"bytes: 256 bos, 257 eos, 258 pad").hexdigest()
+    special_tokens: dict[str, int] = {}  # noqa: RUF012  (never written to)
 
     def encode(self, document: bytes | str, *, eos: bool = True) -> np.ndarray:
         """uint16[n + 2] of a document of n bytes (str: of its UTF-8): bos, the bytes, eos.
@@ -49,71 +73,38 @@ class ByteTokenizer:
         ids[1:-1] = np.frombuffer(text, np.uint8)
         return ids if eos else ids[:-1]
 
+    def encode_batch(self, documents: Sequence[bytes | str]) -> list[np.ndarray | BadDocument]:
+        """`encode` of each."""
+        return [self.encode(document) for document in documents]
+
+    def encode_parts(self, parts: Sequence[Part]) -> tuple[np.ndarray, np.ndarray]:
+        """The bytes of all parts. A template's marks are text like any other: bytes have no names for them."""
+        data = [part.text.encode() for part in parts]
+        ids = np.frombuffer(b"".join(data), np.uint8).astype(np.uint16)
+        return ids, np.repeat([part.answer for part in parts], [len(text) for text in data])
+
     def decode(self, ids) -> str:
         """The text of `ids` [n], for reading: special ids are left out, broken UTF-8 shows as U+FFFD."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-@dataclass(frozen=True)
-class TokenDocuments:
-    """Tokenised documents, end to end in one array; document i is `tokens[offsets[i] : offsets[i + 1]]`.
+def load(spec: str, vocab: int | None = None, *, where: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer `bytes`, of a Hugging Face `tokenizer.json`, or of a tiktoken vocabulary (.model, .tiktoken).
 
-    tokens [total] unsigned; offsets int64 [documents + 1], increasing, so no document is without tokens.
-    `skipped` counts by reason the records that are no documents. Raises ConfigError for a corpus without
-    documents.
+    Raises ConfigError that names `where` and the file, or model.vocab if the model's `vocab` ids are too few, and
+    MachineError where the library is not installed.
     """
+    from k3jax.data import vocabularies  # reads `Part` from here
 
-    name: str
-    tokens: np.ndarray
-    offsets: np.ndarray
-    skipped: dict[str, int]
-
-    def __post_init__(self):
-        if len(self) < 1:
-            why = f" ({self._skipped_text()})" if self.skipped else ""
-            raise ConfigError(f"data.source: {self.name} holds no documents{why}")
-        total = len(self.tokens)
-        if self.offsets[0] != 0 or self.offsets[-1] != total or (self.lengths < 1).any():
-            raise ValueError(f"{self.name}: offsets must increase from 0 to the number of tokens, {total}")
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
-        return np.diff(self.offsets)
-
-    def read(self, document: int, begin: int, end: int) -> np.ndarray:
-        """Tokens begin .. end - 1 of one document."""
-        start = self.offsets[document]
-        return self.tokens[start + begin : start + end]
-
-    def report(self) -> str:
-        """One line: documents, tokens, and what was skipped."""
-        skipped = f", skipped: {self._skipped_text()}" if self.skipped else ""
-        return f"{self.name}: {len(self):,} documents, {len(self.tokens):,} tokens{skipped}"
-
-    def _skipped_text(self) -> str:
-        return ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped.items()))
-
-
-def tokenize(source: Source, tokenizer: Tokenizer) -> TokenDocuments:
-    """All documents of `source`, in its order, tokenised into memory (uint16, or uint32 above 65,536 ids).
-
-    A record that cannot be read is counted in `skipped` and logged with its name. Raises ConfigError when
-    nothing is left.
-    """
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    documents: list[np.ndarray] = []
-    skipped: Counter[str] = Counter()
-    for index in range(len(source)):
-        try:
-            documents.append(tokenizer.encode(source[index]).astype(dtype, copy=False))
-        except BadDocument as error:
-            skipped[error.reason] += 1
-            logger.info("%s: skipped %s", source.name, error)
-    tokens = np.concatenate(documents) if documents else np.zeros(0, dtype)
-    offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
-    return TokenDocuments(source.name, tokens, offsets, dict(skipped))
+    if spec == "bytes":
+        tokenizer: Tokenizer = ByteTokenizer()
+    elif spec.endswith(".json"):
+        tokenizer = vocabularies.HuggingFaceTokenizer(where, spec)
+    elif spec.endswith((".model", ".tiktoken")):
+        tokenizer = vocabularies.TiktokenTokenizer(where, spec)
+    else:
+        raise ConfigError(f"{where} must be bytes, a tokenizer.json, or a .model or .tiktoken vocabulary, got {spec!r}")
+    if vocab is not None and vocab < tokenizer.vocab_size:
+        raise ConfigError(f"model.vocab must be at least the tokenizer's {tokenizer.vocab_size}, got {vocab}")
+    return tokenizer

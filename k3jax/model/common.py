@@ -127,9 +127,10 @@ def project(x: Array, kernel: Array, contracted: int = 1) -> Array:
     """x [..., in axes] times kernel [in axes, out axes] over `contracted` axes, in x's type, fp32 accumulation."""
     kernel = kernel.astype(x.dtype)
     lead, inner = x.shape[: x.ndim - contracted], kernel.shape[:contracted]
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.are_all_axes_manual:
         # As one matrix product: XLA:CPU transposes by hand for the weight gradient of anything else (2x the time).
-        # On a mesh the leading axes may be sharded apart, and joining them would move data.
+        # Where the compiler splits arrays, the leading axes may lie apart, and joining them would move data.
         flat = jnp.dot(
             x.reshape(-1, math.prod(inner)),
             kernel.reshape(math.prod(inner), -1),

@@ -11,6 +11,7 @@ scan and are held once, not once per scan step. Invariant: a forward pass writes
 its results.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from k3jax.model.kda import KDA
 from k3jax.model.mla import MLA
 from k3jax.model.moe import MoE
 from k3jax.model.stats import Stats
+from k3jax.parallel import fsdp
 
 SAVE_ALL = MemoryConfig("save_all")
 KDA_IN_GROUP = 3
@@ -78,14 +80,14 @@ class Layer(nnx.Module):
         self, block_sums: tuple[Source, ...], partial_sum: Array, empty: bool | Array, segment_ids: Array | None
     ) -> tuple[Array, dict[str, Array]]:
         """The attention sub-layer added to the partial sum [B,T,embed], and its statistics."""
-        stats, mixed = {}, partial_sum
+        stats, mixed, attention = {}, partial_sum, fsdp.whole(self.attention)
         if self.config.attn_res_block:
             mixed, weights = self.attention_res(block_sums, partial_sum, empty)
             stats["attnres_weights"] = _token_sum(weights, segment_ids)
-        if isinstance(self.attention, MLA):
-            y, stats["max_logit"] = self.attention(self.attention_norm(mixed), segment_ids)
+        if isinstance(attention, MLA):
+            y, stats["max_logit"] = attention(self.attention_norm(mixed), segment_ids)
         else:
-            y, saturation = self.attention(self.attention_norm(mixed), segment_ids)
+            y, saturation = attention(self.attention_norm(mixed), segment_ids)
             stats["gate_saturation"] = _token_sum(saturation, segment_ids)
         return partial_sum + y, stats
 
@@ -93,14 +95,14 @@ class Layer(nnx.Module):
         self, block_sums: tuple[Source, ...], partial_sum: Array, bias: Array | None, segment_ids: Array | None
     ) -> tuple[Array, dict[str, Array]]:
         """The FFN sub-layer added to the partial sum [B,T,embed], and its statistics. bias [experts] of the router."""
-        stats, mixed = {}, partial_sum
+        stats, mixed, mlp = {}, partial_sum, fsdp.whole(self.mlp)
         if self.config.attn_res_block:
             mixed, weights = self.mlp_res(block_sums, partial_sum, False)
             stats["attnres_weights"] = _token_sum(weights, segment_ids)
         mixed = self.mlp_norm(mixed)
-        if isinstance(self.mlp, MLP):
-            return partial_sum + self.mlp(mixed), stats
-        y, (stats["expert_load"], stats["histogram"]) = self.mlp(mixed, bias, _active(segment_ids))
+        if isinstance(mlp, MLP):
+            return partial_sum + mlp(mixed), stats
+        y, (stats["expert_load"], stats["histogram"]) = mlp(mixed, bias, _active(segment_ids))
         return partial_sum + y, stats
 
 
@@ -181,7 +183,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: Array, segment_ids: Array | None = None) -> Array:
         """tokens [B,T] int32, segment_ids [B,T] int32 (0: padding) -> logits [B,T,vocab] fp32."""
         hidden, _ = self.apply(tokens, segment_ids)
-        kernel = self.lm_head[...].astype(hidden.dtype)
+        kernel = fsdp.whole(self.lm_head)[...].astype(hidden.dtype)
         return jnp.einsum("btd,dv->btv", hidden, kernel, preferred_element_type=jnp.float32)
 
     def apply(
@@ -198,7 +200,7 @@ class Decoder(nnx.Module):
         config, mixes = self.config, bool(self.config.attn_res_block)
         bias = self.router_bias() if router_bias is None else router_bias
         block_sums, pieces = (), []
-        partial_sum = jnp.take(self.embed[...], tokens, axis=0)
+        partial_sum = jnp.take(fsdp.whole(self.embed)[...], tokens, axis=0)
         for plan, block in zip(self.plans, self.blocks, strict=True):
             if mixes:
                 block_sums = (*block_sums, source(partial_sum, config.norm_eps))
@@ -231,10 +233,12 @@ class Decoder(nnx.Module):
 
     def _layer(self, layer, block_sums, partial_sum, empty, bias, segment_ids, *, scanned):
         """One layer -> (partial sum, statistics of both sub-layers); each sub-layer under the memory policy."""
+        never = (fsdp.GATHERED,) if fsdp.gathers() else ()
+        run = functools.partial(checkpointed, self.memory, scanned=scanned, never_saved=never)
         args = block_sums, partial_sum, empty, segment_ids
-        partial_sum, stats = checkpointed(self.memory, Layer.attention_part, layer, *args, scanned=scanned)
+        partial_sum, stats = run(Layer.attention_part, layer, *args)
         args = block_sums, partial_sum, bias, segment_ids
-        partial_sum, more = checkpointed(self.memory, Layer.mlp_part, layer, *args, scanned=scanned)
+        partial_sum, more = run(Layer.mlp_part, layer, *args)
         if self.config.attn_res_block:
             pair = jnp.stack([stats.pop("attnres_weights"), more.pop("attnres_weights")])
             stats["attnres_weights"] = pair
@@ -295,6 +299,17 @@ class Decoder(nnx.Module):
             attnres_weights=joined("attnres_weights", (sources,)),
         )
         return jax.lax.stop_gradient(stats)
+
+    def mla_places(self) -> list[tuple[str, int | None]]:
+        """Where the MLA layers are, in layer order: (path of the attention, how many are stacked there; None: one)."""
+        places = []
+        for at, (plan, block) in enumerate(zip(self.plans, self.blocks, strict=True)):
+            for part, layers in (("head", block.head), ("groups", ()), ("tail", block.tail)):
+                if part == "groups" and plan.groups:
+                    places.append((f"blocks.{at}.groups.mla.attention", plan.groups))
+                found = (i for i, layer in enumerate(layers) if isinstance(layer.attention, MLA))
+                places += [(f"blocks.{at}.{part}.{i}.attention", None) for i in found]
+        return places
 
     def router_bias(self) -> Array:
         """The routers' biases in layer order, [moe_layers, experts] fp32."""

@@ -25,7 +25,7 @@ class MoE(nnx.Module):
         c, d = config.moe, config.embed
         self.config = config
         latent = c.latent or d
-        axes = ("experts", "latent" if c.latent else "embed", "expert_mlp")
+        axes = ("experts", "latent", "expert_mlp")  # latent: the width experts work at, even where it is embed
         self.router = router.Router(config, rngs)
         self.w1 = matrix(rngs, config, (c.routed_experts, latent, c.expert_mlp), axes, batch=(0,))
         self.w3 = matrix(rngs, config, (c.routed_experts, latent, c.expert_mlp), axes, batch=(0,))

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from k3jax.parallel import fsdp
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class Stats:
         """Statistics of both passes together."""
         merged = jax.tree.map(jnp.add, self, other)
         return merged.replace(max_logit=jnp.maximum(self.max_logit, other.max_logit))
+
+    def over_devices(self) -> "Stats":
+        """Statistics of all rows, from those of each device's own."""
+        return fsdp.total(self).replace(max_logit=fsdp.largest(self.max_logit))
 
     def replace(self, **fields) -> "Stats":
         """A copy with some fields changed."""

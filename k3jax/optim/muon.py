@@ -17,7 +17,7 @@ Invariant: the blocks are a property of the logical parameter; no mesh and no st
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ import optax
 from jax import Array, lax
 
 MatrixAxes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Spread = Callable[[Callable[[Array], Array], Array], Array]
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -45,17 +46,20 @@ def muon(
     momentum: float = 0.95,
     weight_decay: float | Mapping[str, float] = 0.1,
     batch_axes: Mapping[str, MatrixAxes],
-) -> optax.GradientTransformation:
+    spread: Spread | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Muon over a flat dict path -> array, in the Moonlight form; the updates are final, to be added.
 
     Args:
-        learning_rate: a number, or a function of the step count. With the 0.2 scale it is AdamW's (k3.md 4.1).
+        learning_rate: a number, or a function of the step. With the 0.2 scale it is AdamW's (k3.md 4.1).
         momentum: mu.
         weight_decay: wd for all paths, or by path. Decoupled: a step takes lr * wd of the parameter.
         batch_axes: `matrix_axes` of every path.
+        spread: as in `orthogonalize`.
 
     Returns:
-        A transformation whose update needs the parameters. Momentum and update are fp32.
+        A transformation whose update needs the parameters. Momentum and update are fp32. Its update takes `step=`, at
+        which the learning rate is read; without it that is the number of updates done.
 
     Raises:
         ValueError: at init, a path that `batch_axes` does not name, or axes that do not fit its array.
@@ -69,20 +73,27 @@ def muon(
             block_shape(param.shape, batch_axes[path], path)
         return MuonState(jnp.zeros([], jnp.int32), {k: jnp.zeros(p.shape, jnp.float32) for k, p in params.items()})
 
-    def update(gradients, state: MuonState, params):
-        rate = -(learning_rate(state.count) if callable(learning_rate) else learning_rate)
+    def update(gradients, state: MuonState, params, *, step: Array | None = None, **_):
+        rate = -rate_at(learning_rate, state.count, step)
         updates, buffers = {}, {}
         for path, gradient in gradients.items():
             decay = weight_decay[path] if isinstance(weight_decay, Mapping) else weight_decay
             gradient = gradient.astype(jnp.float32)
             buffers[path] = momentum * state.momentum[path] + gradient
-            direction = orthogonalize(gradient + momentum * buffers[path], batch_axes[path])
+            direction = orthogonalize(gradient + momentum * buffers[path], batch_axes[path], spread=spread)
             _, fan_in, fan_out = block_shape(gradient.shape, batch_axes[path], path)
-            step = UPDATE_RMS * math.sqrt(max(fan_in, fan_out)) * direction
-            updates[path] = rate * (step + decay * params[path] if decay else step)
+            direction = UPDATE_RMS * math.sqrt(max(fan_in, fan_out)) * direction
+            updates[path] = rate * (direction + decay * params[path] if decay else direction)
         return updates, MuonState(optax.safe_increment(state.count), buffers)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def rate_at(learning_rate: optax.ScalarOrSchedule, count: Array, step: Array | None) -> Array | float:
+    """The learning rate at `step`, or at `count` (updates done) where the caller gives no step."""
+    if not callable(learning_rate):
+        return learning_rate
+    return learning_rate(count if step is None else step)
 
 
 def block_shape(shape: tuple[int, ...], matrix_axes: MatrixAxes, path: str = "array") -> tuple[int, int, int]:
@@ -97,10 +108,13 @@ def block_shape(shape: tuple[int, ...], matrix_axes: MatrixAxes, path: str = "ar
     return tuple(math.prod(shape[axis] for axis in axes) for axes in matrix_axes)
 
 
-def orthogonalize(array: Array, matrix_axes: MatrixAxes, dtype: jnp.dtype | None = None) -> Array:
+def orthogonalize(
+    array: Array, matrix_axes: MatrixAxes, dtype: jnp.dtype | None = None, *, spread: Spread | None = None
+) -> Array:
     """Each block of an fp32 array with its singular values brought near 1; a zero block stays 0.
 
-    dtype: of the products; None is fp32 on CPUs and bf16 on accelerators.
+    dtype: of the products; None is fp32 on CPUs and bf16 on accelerators. spread(steps, stack) gives steps(stack) for
+    the stack of blocks [N, rows, cols]; it may put whole blocks on different devices, which then work without talking.
     """
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -110,9 +124,14 @@ def orthogonalize(array: Array, matrix_axes: MatrixAxes, dtype: jnp.dtype | None
     moved = lax.transpose(array, order)
     x = moved.reshape(blocks, min(fan_in, fan_out), max(fan_in, fan_out))
     norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True))
-    x, _ = lax.scan(_newton_schulz, (x / (norm + 1e-7)).astype(dtype), length=STEPS)
+    x = (x / (norm + 1e-7)).astype(dtype)
+    x = _steps(x) if spread is None else spread(_steps, x)
     back = sorted(range(array.ndim), key=order.__getitem__)
     return lax.transpose(x.astype(array.dtype).reshape(moved.shape), back)
+
+
+def _steps(x: Array) -> Array:
+    return lax.scan(_newton_schulz, x, length=STEPS)[0]
 
 
 def _newton_schulz(x: Array, _: None) -> tuple[Array, None]:

@@ -7,6 +7,7 @@ Invariant: a parameter that the table does not name, or whose metadata says othe
 an optimizer by default, and the split into blocks follows from the parameter alone, never from a shard of it.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ import optax
 from jax import Array
 from rich.table import Table
 
-from k3jax.optim.muon import MatrixAxes, block_shape, muon
+from k3jax.optim.muon import MatrixAxes, Spread, block_shape, muon, rate_at
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,17 @@ class Row:
 
     path: str
     shape: tuple[int, ...]
-    group: str  # "muon" | "adamw"
+    group: str  # "muon" | "adamw" | "frozen"
     matrix_axes: MatrixAxes | None
     count: int
     block: tuple[int, ...]
     weight_decay: float
-    split: str  # what Muon's matrices are counted by: "per head" | "per expert" | "whole"; AdamW: ""
+    split: str  # what Muon's matrices are counted by: "per head" | "per expert" | "whole"; others: ""
+    rate_scale: float = 1.0  # factor on the learning rate, and so on the decay
+
+    def freeze(self) -> "Row":
+        """The row of the same parameter when nothing may change it."""
+        return dataclasses.replace(self, group="frozen", weight_decay=0.0, split="", rate_scale=1.0)
 
 
 @dataclass(frozen=True)
@@ -125,11 +131,12 @@ def format_table(rows: Iterable[Row]) -> Table:
     lines: dict[tuple, int] = {}
     for row in rows:
         name = re.sub(r"^blocks\.\d+\.(head\.\d+|tail\.\d+|groups\.\w+)\.", "*.", row.path)
-        line = name, f"{row.group} {row.split}".rstrip(), f"{row.weight_decay:g}", row.block
+        rate = "" if row.rate_scale == 1 else f" x{row.rate_scale:g}"
+        line = name, f"{row.group} {row.split}".rstrip() + rate, f"{row.weight_decay:g}", row.block
         lines[line] = lines.get(line, 0) + row.count
     table = Table(box=None, pad_edge=False)
-    for title in ("parameter", "optimizer"):
-        table.add_column(title, no_wrap=True)
+    table.add_column("parameter", no_wrap=True)
+    table.add_column("optimizer")  # a scaled rate may take a second line
     for title in ("decay", "blocks", "block", "total"):
         table.add_column(title, no_wrap=True, justify="right")
     for (*texts, block), count in lines.items():
@@ -148,18 +155,26 @@ def build(
     *,
     learning_rate: optax.ScalarOrSchedule,
     momentum: float = 0.95,
-) -> optax.GradientTransformation:
+    spread: Spread | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Muon and AdamW under one learning rate over the flat dict of all parameters that the rows name.
+
+    Frozen ones may be in the dicts of parameters and gradients or not: they have no state and get no update. The
+    update takes `step=`, at which the learning rate is read (without it: the number of updates done, which falls
+    behind the run's step when one is skipped). A row's rate_scale multiplies its update. spread: as in
+    `muon.orthogonalize`.
 
     AdamW (k3.md 4.1):  p <- (1 - lr wd) p - lr m' / (sqrt(v') + 1e-8),  m' and v' the bias-corrected moments with
     factors 0.9 and 0.95. The state is {"muon": MuonState, "adamw": optax.ScaleByAdamState}, each over a dict of its
     own paths.
     """
     rows = tuple(rows)
-    decay = {row.path: row.weight_decay for row in rows}
+    frozen = {row.path for row in rows if row.group == "frozen"}
+    decay = {row.path: row.weight_decay for row in rows if row.path not in frozen}
+    scales = {row.path: row.rate_scale for row in rows if row.rate_scale != 1}
     axes = {row.path: row.matrix_axes for row in rows if row.group == "muon"}
     parts = {
-        "muon": muon(learning_rate, momentum=momentum, weight_decay=decay, batch_axes=axes),
+        "muon": muon(learning_rate, momentum=momentum, weight_decay=decay, batch_axes=axes, spread=spread),
         "adamw": _adamw(learning_rate, decay),
     }
 
@@ -167,31 +182,32 @@ def build(
         return {group: {row.path: tree[row.path] for row in rows if row.group == group} for group in parts}
 
     def init(params):
-        if different := sorted(params.keys() ^ decay.keys()):
+        if different := sorted((params.keys() ^ decay.keys()) - frozen):
             raise ValueError(f"optimizer: rows and parameters differ in {', '.join(different)}")
         return {group: parts[group].init(part) for group, part in split(params).items()}
 
-    def update(gradients, state, params):
+    def update(gradients, state, params, *, step: Array | None = None, **_):
         updates, new = {}, {}
         mine, held = split(gradients), split(params)
         for group, part in parts.items():
-            done, new[group] = part.update(mine[group], state[group], held[group])
+            done, new[group] = part.update(mine[group], state[group], held[group], step=step)
             updates |= done
-        return {path: updates[path] for path in gradients}, new
+        updates |= {path: scale * updates[path] for path, scale in scales.items()}
+        return {path: updates[path] for path in gradients if path not in frozen}, new
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _adamw(learning_rate, decay) -> optax.GradientTransformation:
+def _adamw(learning_rate, decay) -> optax.GradientTransformationExtraArgs:
     """optax's Adam; decay by path and the rate in one place, which keeps the state to count and moments."""
     adam = optax.scale_by_adam(*ADAM)
 
-    def update(gradients, state, params):
-        rate = -(learning_rate(state.count) if callable(learning_rate) else learning_rate)
+    def update(gradients, state, params, *, step: Array | None = None):
+        rate = -rate_at(learning_rate, state.count, step)
         directions, new = adam.update(gradients, state)
         return {
-            path: rate * (step + decay[path] * params[path] if decay[path] else step)
-            for path, step in directions.items()
+            path: rate * (direction + decay[path] * params[path] if decay[path] else direction)
+            for path, direction in directions.items()
         }, new
 
-    return optax.GradientTransformation(adam.init, update)
+    return optax.GradientTransformationExtraArgs(adam.init, update)

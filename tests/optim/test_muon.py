@@ -1,5 +1,7 @@
 """Muon against golden numbers and float64 numpy; its blocks are those of the logical parameter (faults.md O11)."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,35 @@ def test_heads_of_any_scale_move_alike_on_any_mesh():
         assert_close(one_update(sharded, PER_HEAD), one, 1e-3, f"{devices} devices {spec}")
 
 
+@pytest.mark.parametrize("axes, shape", [(("x",), (8,)), (("data", "fsdp"), (2, 4))])
+def test_blocks_spread_over_devices(axes, shape):
+    """O11 with the embedding in shards: the same numbers, and no product that sums over devices (as without it)."""
+    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(shape))
+    gradient = normal(64, 8, 16) * (10.0 ** np.arange(-3, 5, dtype=np.float32))[:, None]
+    stored = NamedSharding(mesh, P(axes[-1]))
+    seen = []
+
+    def spread(steps, stack):
+        seen.append(stack.shape)
+        return steps(jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, P(axes))))
+
+    def run(spread, out_shardings):
+        def update(gradient):
+            optimizer = muon(1.0, momentum=0.0, weight_decay=0.0, batch_axes={"w": PER_HEAD}, spread=spread)
+            params = {"w": jnp.zeros_like(gradient)}
+            return -optimizer.update({"w": gradient}, optimizer.init(params), params)[0]["w"]
+
+        compiled = jax.jit(update, out_shardings=out_shardings).lower(placed).compile()
+        sums = re.findall(r"= f32\[([\d,]+)\]\S* all-reduce\(", compiled.as_text())
+        return compiled(placed), [text for text in sums if text.count(",") == 2]
+
+    placed = jax.device_put(gradient, stored)
+    one, (update, sums), (_, sums_without) = one_update(gradient, PER_HEAD), run(spread, stored), run(None, stored)
+    assert seen == [(8, 16, 64)] and update.sharding == stored
+    assert_close(update, one, 2e-6, "spread")
+    assert not sums and sums_without
+
+
 def test_storage_does_not_change_blocks():
     """Query, key and value in one array, stacked layers, and any order of axes: the update of each block alone."""
     q, k, v = (normal(12, 3, 5, seed=seed) for seed in range(3))
@@ -187,6 +218,19 @@ def test_momentum_schedule_and_decay_by_path():
         assert_close(params[name], p, 1e-5, name)
         assert_close(state.momentum[name], buffer, 1e-6, f"momentum {name}")
     assert state.count == 2
+
+
+def test_rate_at_the_run_s_step():
+    """A skipped step leaves the state as it was; the next rate is that of the run's step all the same."""
+    optimizer = muon(lambda step: 1.0 / (1 + step), weight_decay=0.0, batch_axes={"w": WHOLE})
+    params, gradient = {"w": jnp.zeros((3, 4))}, {"w": normal(3, 4)}
+    state = optimizer.init(params)
+    update = jax.jit(lambda step: optimizer.update(gradient, state, params, step=step))
+    for step in (0, 3, 7):
+        updates, new = update(jnp.int32(step))
+        assert_close(updates["w"], -scaled(gradient["w"]) / (1 + step), 1e-5, f"step {step}")
+        assert new.count == 1
+    assert_close(optimizer.update(gradient, state, params)[0]["w"], -scaled(gradient["w"]), 1e-5, "own count")
 
 
 def test_low_precision_gradients_become_fp32():

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from golden_files import assert_close
 from rich.console import Console
 
 from k3jax import config as configs
 from k3jax.config import ConfigError
 from k3jax.model import parameters
-from k3jax.optim import ParamInfo, build, format_table, make_optimizer, partition
+from k3jax.optim import ParamInfo, build, format_table, make_optimizer, partition, trainable
 from k3jax.step import abstract_decoder
 
 MODELS = "tiny", "kimi_linear_48b", pytest.param("k3_2p8t", marks=pytest.mark.slow)
@@ -220,6 +221,133 @@ def test_adamw_equals_its_formula():
     for path, p in expected.items():
         assert_close(params[path], p, 1e-6, path)
     assert state["adamw"].count == state["muon"].count == 3
+
+
+def test_rate_is_read_at_the_run_s_step():
+    """Both groups; a step given, and without one the number of updates done."""
+    optimizer, (params, gradient, *_) = two_groups()
+    state = optimizer.init(params)
+    update = jax.jit(lambda step: optimizer.update(gradient, state, params, step=step)[0])
+    own = optimizer.update(gradient, state, params)[0]
+    for step in (0, 4):
+        for path, value in update(jnp.int32(step)).items():
+            assert_close(value, own[path] / (1 + step), 1e-6, f"{path} at {step}")
+
+
+SMALL = {
+    "layer.g": ParamInfo((3, 5), ("embed", "heads"), ((), (0,), (1,)), True),
+    "layer.o": ParamInfo((5, 3), ("heads", "embed"), ((), (0,), (1,)), True),
+    "embed": ParamInfo((4, 3), ("vocab", "embed"), None, True),
+    "norm.weight": ParamInfo((3,), ("embed",), None, False),
+}
+
+
+def small_config_optimizer(**optim):
+    """make_optimizer over SMALL with a constant rate of 0.5 after the warm-up."""
+    variables = {
+        path: nnx.Param(
+            jnp.zeros(x.shape), logical_axes=x.logical_axes, matrix_axes=x.matrix_axes, weight_decay=x.decay
+        )
+        for path, x in SMALL.items()
+    }
+    optim = {"schedule": "wsd", "learning_rate": 0.5, "warmup_steps": 0, "decay_steps": 1, **optim}
+    return make_optimizer(run_config("tiny", **optim), variables)
+
+
+def draw(seed=0):
+    rng = np.random.default_rng(seed)
+    return {path: rng.normal(size=x.shape).astype(np.float32) for path, x in SMALL.items()}
+
+
+@pytest.mark.parametrize(
+    "patterns, frozen",
+    [
+        (("embed",), {"embed"}),
+        (("layer",), {"layer.g", "layer.o"}),
+        (("*.weight", "lay*.o"), {"norm.weight", "layer.o"}),
+        (("layer", "embed"), {"layer.g", "layer.o", "embed"}),
+    ],
+)
+def test_frozen_parameters_have_no_state_and_no_update(patterns, frozen):
+    """Whether or not they are in the dicts; the others' updates are those of an optimizer without frozen ones."""
+    optimizer, _, rows = small_config_optimizer(frozen=patterns)
+    left = set(SMALL) - frozen
+    assert trainable(tuple(SMALL), patterns) == left
+    assert {row.path for row in rows if row.group == "frozen"} == frozen and len(rows) == len(SMALL)
+    params, gradient = draw(), draw(1)
+    plain = small_config_optimizer()[0]
+    expected = plain.update(gradient, plain.init(params), params)[0]
+    for kept in (left, set(SMALL)):
+        held, given = ({path: tree[path] for path in kept} for tree in (params, gradient))
+        state = optimizer.init(held)
+        assert set(state["muon"].momentum) | set(state["adamw"].mu) | set(state["adamw"].nu) == left
+        updates, new = optimizer.update(given, state, held, step=jnp.int32(0))
+        assert jax.tree.structure(new) == jax.tree.structure(state) and set(updates) == left
+        for path, update in updates.items():
+            assert_close(update, expected[path], 1e-6, path)
+    lines = printed(rows, 80)
+    assert {line[0] for line in lines if line[1] == "frozen"} == frozen
+    assert all(line[2] == "0" for line in lines if line[1] == "frozen")
+    missing = {path: value for path, value in params.items() if path != min(left)}
+    with pytest.raises(ValueError, match=re.escape(min(left))):
+        optimizer.init(missing)
+
+
+def test_rate_scales_the_whole_update():
+    """Rate and decay; the last match counts; 0 stands still but keeps its momentum; frozen wins."""
+    entries = "*=3", "layer=0.25", "layer.o=0", "norm.weight=2.5"
+    optimizer, _, rows = small_config_optimizer(rate_scale=entries, frozen=("embed",))
+    factors = {"layer.g": 0.25, "layer.o": 0.0, "norm.weight": 2.5}
+    params, gradient = draw(), draw(1)
+    plain = small_config_optimizer()[0]
+    expected, kept = plain.update(gradient, plain.init(params), params)
+    updates, state = optimizer.update(gradient, optimizer.init(params), params)
+    assert {path: row.rate_scale for row in rows if (path := row.path) != "embed"} == factors
+    for path, factor in factors.items():
+        np.testing.assert_allclose(updates[path], factor * expected[path], rtol=1e-6, err_msg=path)
+    np.testing.assert_array_equal(state["muon"].momentum["layer.o"], kept["muon"].momentum["layer.o"])
+    shown = {line[0]: line[1] for line in printed(rows, 80)[1:]}
+    assert shown == {
+        "layer.g": "muon whole x0.25",
+        "layer.o": "muon whole x0",
+        "embed": "frozen",
+        "norm.weight": "adamw x2.5",
+    }
+
+
+@pytest.mark.parametrize(
+    "optim, message",
+    [
+        ({"frozen": ("embed", "layer.x")}, r"^optim\.frozen: 'layer\.x' matches no parameter"),
+        ({"frozen": ("lay",)}, r"^optim\.frozen: 'lay' matches no parameter"),
+        ({"frozen": ("EMBED",)}, r"^optim\.frozen: 'EMBED' matches no parameter"),
+        ({"frozen": ("layer", "*")}, r"^optim\.frozen: 'layer', '\*' leave no parameter to train"),
+        ({"rate_scale": ("embed=2", "router=0.5")}, r"^optim\.rate_scale: 'router' matches no parameter"),
+    ],
+)
+def test_patterns_that_are_mistakes(optim, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        small_config_optimizer(**optim)
+    assert "\n" not in str(caught.value)
+
+
+def test_frozen_and_scaled_table_fits_80_columns():
+    config = run_config("kimi_linear_48b", frozen=("*.mlp",), rate_scale=("*=0.0125",))
+    lines = printed(make_optimizer(config, model("kimi_linear_48b")[0])[2], 80)
+    assert all(len(line) in (1, 6) for line in lines) and not any("…" in cell for line in lines for cell in line)
+    at = lines.index(["*.attention.q", "muon per head", "0.1", "640", "2304x128", "189 M"])
+    assert lines[at + 1] == ["x0.0125"]
+    assert ["*.mlp.router.weight", "frozen", "0", "26", "2304x256", "15.3 M"] in lines
+
+
+def test_spread_reaches_every_muon_stack():
+    seen = []
+    optimizer, _, rows = make_optimizer(
+        run_config("tiny"), model("tiny")[0], spread=lambda steps, stack: (seen.append(stack.shape), steps(stack))[1]
+    )
+    shapes = {row.path: jax.ShapeDtypeStruct(row.shape, jnp.float32) for row in rows}
+    jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), shapes)
+    assert sorted(seen) == sorted((row.count, *sorted(row.block)) for row in rows if row.group == "muon")
 
 
 def test_groups_do_not_mix():

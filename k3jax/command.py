@@ -1,0 +1,64 @@
+"""What all command lines share: flags, and how a mistake ends.
+
+    exit code 0: done    1: the run failed    2: a mistake in flags, config or input    3: the machine lacks something
+              130: interrupted, before anything was begun
+
+Invariant: a user's mistake and a machine's lack are one line on stderr, never a traceback.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import jax
+from absl import flags
+
+from k3jax.config import ConfigError, MachineError
+
+
+def guarded(body: Callable[[list[str]], int], argv: list[str]) -> int:
+    """body(argv)'s exit code, or that of the error it ended with, printed in one line."""
+    try:
+        return body(argv)
+    except (ConfigError, flags.Error) as error:
+        return _ended(2, str(error))
+    except MachineError as error:
+        return _ended(3, str(error))
+    except KeyboardInterrupt:
+        return _ended(130, "interrupted")
+    except OSError as error:
+        return _ended(3, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first = str(error).splitlines()[0]
+        return _ended(3, f"out of device memory: {first}; train.accumulate, memory.policy and mesh.fsdp need less")
+
+
+def parse(
+    argv: Sequence[str], about: str, texts: Mapping[str, str], defaults: Mapping[str, str | None] = MappingProxyType({})
+) -> dict[str, str] | None:
+    """String flags by name, or None after `--help` was printed. `--config.*` flags are the caller's.
+
+    about: text of `--help`; texts: what each flag means; defaults: of flags that may be left out. Raises ConfigError.
+    """
+    known = flags.FlagValues()
+    for name, text in texts.items():
+        flags.DEFINE_string(name, defaults.get(name), text, flag_values=known)
+    flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=known)
+    rest = known([argv[0], *argv[1:]])
+    if known.help:
+        own = "\n".join(f"  --{name}: {text}" for name, text in texts.items())
+        print(f"{about.strip()}\n\nFlags:\n{own}")
+        return None
+    if len(rest) > 1:
+        raise ConfigError(f"unknown argument {rest[1]!r}")
+    for name in texts:
+        if not known[name].value and name not in defaults:
+            raise ConfigError(f"--{name} is missing")
+    return {name: known[name].value for name in texts}
+
+
+def _ended(code: int, text: str) -> int:
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,24 @@
+"""Names that more than one file needs, and what a writer is. `train/` comes every step, other groups now and then."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+LOSS = "train/loss"  # nats per target token, before the step's update
+LEARNING_RATE = "train/learning_rate"
+GRAD_NORM = "train/grad_norm"  # before clipping
+MAX_VIOLATION = "train/max_violation"  # largest load / mean - 1 of any expert of any layer
+STEP_SECONDS = "train/step_seconds"
+TOKENS_PER_SECOND = "train/tokens_per_second"  # of all devices
+FLOPS_PER_SECOND = "train/flops_per_second"  # model FLOPs (k3jax/flops.py), of all devices
+MFU = "train/mfu"  # model FLOP/s as a part of the devices' peak, 0 .. 1
+GOODPUT = "train/goodput"  # part of this process's life spent in steps that count, 0 .. 1
+EVAL_LOSS = "eval/loss"
+ATTN_RES = "attn_res/weights"  # [sublayers, sources], mean over tokens
+
+
+class Writer(Protocol):
+    """Takes numbers of a step. Steps never decrease; what comes for a step again is added. Full disks: MachineError."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,65 @@
+"""A train step of a small model on any mesh of the 8 CPU devices, and random batches for it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import sizes
+
+from k3jax import config as configs
+from k3jax.model import parameters
+from k3jax.optim import make_optimizer
+from k3jax.parallel import Layout, make_mesh
+from k3jax.step import abstract_decoder, init_state, make_train_step
+
+
+def run_config(name="tiny", model=sizes.SMALL, accumulate=1, policy="save_all", **optim):
+    config = configs.load(f"configs/k3.py:{name}")
+    return dataclasses.replace(
+        config,
+        model=model or config.model,
+        optim=dataclasses.replace(config.optim, **{"learning_rate": 1e-2, "warmup_steps": 0, **optim}),
+        train=dataclasses.replace(config.train, accumulate=accumulate),
+        memory=dataclasses.replace(config.memory, policy=policy),
+    )
+
+
+def layout_of(decoder, data=1, fsdp=1):
+    """The layout of a decoder on the first data * fsdp devices."""
+    mesh = make_mesh(configs.MeshConfig(data, fsdp), data * fsdp, jax.devices()[: data * fsdp])
+    return Layout.of(mesh, parameters.variables(decoder))
+
+
+def setup(config, data=1, fsdp=1, change=lambda optimizer: optimizer):
+    """(decoder, layout, jitted step, first state). `change` may wrap the optimizer."""
+    decoder = abstract_decoder(config)
+    layout = layout_of(decoder, data, fsdp)
+    optimizer, schedule, _ = make_optimizer(config, parameters.variables(decoder), spread=layout.spread)
+    optimizer = change(optimizer)
+
+    def create():
+        return init_state(config, optimizer)
+
+    shardings = layout.shardings(jax.eval_shape(create))
+    step = jax.jit(make_train_step(config, decoder, optimizer, schedule, layout), out_shardings=(shardings, None))
+    return decoder, layout, step, jax.jit(create, out_shardings=shardings)()
+
+
+def keeping_gradients(optimizer):
+    """The optimizer with the last gradients in its state, so that one compiled step tells all."""
+
+    def init(params):
+        return {"inner": optimizer.init(params), "gradients": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(gradients, state, params, **extra):
+        updates, inner = optimizer.update(gradients, state["inner"], params, **extra)
+        return updates, {"inner": inner, "gradients": gradients}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def batch(seed=0, rows=2, width=16):
+    tokens = jax.random.randint(jax.random.key(seed), (rows, width + 1), 0, 200)
+    ones = jnp.ones((rows, width), jnp.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": ones > 0, "segment_ids": ones}
