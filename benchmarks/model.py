@@ -85,10 +85,17 @@ def our_pass(run: RunConfig, decoder: Decoder, tokens: np.ndarray) -> Pass:
 
 
 def their_pass(decoder: Decoder, tokens: np.ndarray) -> Pass:
-    """The same of KimiLinearForCausalLM, as transformers sets it up by default. Raises ImportError without it."""
+    """The same of KimiLinearForCausalLM, as transformers sets it up by default: on CPUs, KDA in plain PyTorch.
+
+    Raises:
+        ImportError: no torch, no transformers, or one without this class.
+    """
     import torch
     from transformers import KimiLinearForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     # The class' own special tokens lie outside this vocabulary.
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     with tempfile.TemporaryDirectory() as folder:

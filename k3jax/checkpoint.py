@@ -128,11 +128,11 @@ class Checkpoints:
         return _read(folder, like, partial=False, resort=resort)
 
     def _start(self, step: int, state: Any) -> None:
-        self._written = None
+        self._written, args = None, ocp.args.PyTreeSave(_by_name(state))
         try:
             if step in self.steps():
                 self._remove(step)
-            self._saver.save(self.folder / str(step), args=ocp.args.PyTreeSave(_by_name(state)), force=True)
+            self._saver.save(self.folder / str(step), args=args, force=True)
         except Exception as error:
             self._failed(step, error)
         else:
@@ -193,7 +193,7 @@ class Checkpoints:
 def complete_steps(folder: Path) -> list[int]:
     """The complete steps in a `checkpoints` folder, in order; none if there is no such folder."""
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    return sorted(int(name) for name in names if name.isdigit() and name == str(int(name)))
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def read_parameters(path: str | Path, like: Any) -> Any:
@@ -206,7 +206,7 @@ def read_parameters(path: str | Path, like: Any) -> Any:
     folder = Path(path).absolute()
     if not folder.is_dir():
         raise ConfigError(f"{path}: no such folder")
-    if not folder.name.isdigit():
+    if not folder.name.isdecimal():
         steps = complete_steps(folder / "checkpoints")
         if not steps:
             raise ConfigError(f"{path} is neither a workdir with a complete checkpoint nor a folder checkpoints/<step>")

@@ -181,11 +181,7 @@ def make_train_step(
         total, targets, stats, gradients = gradients_of(state.params, state.router_bias, batch)
         targets = jnp.maximum(targets, 1.0)
         loss = total / targets
-        norm = optax.tree.norm(gradients) / targets
-        factor = 1.0 / targets
-        if config.optim.clip_norm is not None:
-            factor = factor * jnp.minimum(1.0, config.optim.clip_norm / jnp.maximum(norm, 1e-30))
-        gradients = jax.tree.map(lambda g: g * factor, gradients)
+        gradients, norm = clipped(gradients, targets, config.optim.clip_norm)
         moving = {path: state.params[path] for path in gradients}
         updates, opt_state = optimizer.update(gradients, state.opt_state, moving, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
@@ -213,6 +209,18 @@ def make_train_step(
         return TrainState(state.step + 1, state.params | moved, opt_state, bias, ema, counters), metrics
 
     return train_step
+
+
+def clipped(gradients: dict[str, Array], targets: Array, limit: float | None) -> tuple[dict[str, Array], Array]:
+    """Gradients of a sum over `targets` -> those of the mean, scaled to a global norm of at most `limit`; and the norm.
+
+    That is the one before clipping, over all logical parameters, each counted once wherever its parts lie.
+    """
+    norm = optax.tree.norm(gradients) / targets
+    factor = 1.0 / targets
+    if limit is not None:
+        factor = factor * jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
+    return jax.tree.map(lambda g: g * factor, gradients), norm
 
 
 def health(stats: Stats, router_bias: Array) -> dict[str, Array]:

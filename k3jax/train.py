@@ -80,9 +80,9 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         steps = max(1, math.ceil(config.train.epochs * corpus.steps_per_epoch))
         config = _replaced(config, "train", steps=steps, epochs=None)
         console.print(f"{steps:,} steps")
-    ngrams = corpus.ngrams() or {}
+    ngrams, unit = corpus.ngrams() or {}, "byte" if config.data.tokenizer == "bytes" else "token"
     if ngrams:
-        console.print("held-out nats per byte of n-grams: " + _listed(ngrams))
+        console.print(f"held-out nats per {unit} of n-grams: {_listed(ngrams)}")
 
     # ---- model and optimizer ----------------------------------------------------------------------------------
     decoder = abstract_decoder(config)
@@ -213,7 +213,6 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         console.print(f"stopped behind the last step, {done}, without its held-out loss; the same command takes it")
         return 0
     watch.write(done, {metrics.EVAL_LOSS: loss})
-    unit = "byte" if config.data.tokenizer == "bytes" else "token"
     beside = f" ({_listed(ngrams)})" if ngrams else ""
     console.print(f"held-out loss {loss:.4f} nats per {unit} after {done} steps{beside}")
     show_sample()

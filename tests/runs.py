@@ -2,6 +2,7 @@
 
 import functools
 import random
+from contextlib import contextmanager
 
 import jax
 
@@ -37,14 +38,21 @@ def command(workdir, corpus, *more):
     return ["train", "--config=configs/k3.py:tiny", f"--workdir={workdir}", *flags]
 
 
-def run(workdir, corpus, *more, devices=1):
-    """Exit code of a run on the first devices."""
+@contextmanager
+def on_devices(count):
+    """Meshes are made of the first devices only."""
     real = train.make_mesh
-    train.make_mesh = functools.partial(make_mesh, devices=jax.devices()[:devices])
+    train.make_mesh = functools.partial(make_mesh, devices=jax.devices()[:count])
     try:
-        return train.main(command(workdir, corpus, *more))
+        yield
     finally:
         train.make_mesh = real
+
+
+def run(workdir, corpus, *more, devices=1):
+    """Exit code of a run on the first devices."""
+    with on_devices(devices):
+        return train.main(command(workdir, corpus, *more))
 
 
 def exact(workdir):

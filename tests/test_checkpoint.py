@@ -86,12 +86,12 @@ def test_round_trip_and_retention(tmp_path):
 
 def test_counts_complete_steps_only(tmp_path):
     """Names that are no step, files, and what killed saves left do not count; the last go when training begins."""
-    for name in ("7", "12.orbax-checkpoint-tmp/d", "3.orbax-checkpoint-tmp-old", "best_99", "007", "-1"):
+    for name in ("7", "12.orbax-checkpoint-tmp/d", "3.orbax-checkpoint-tmp-old", "best_99", "007", "-1", "²"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "50").write_text("a file")
     assert complete_steps(tmp_path / "checkpoints") == [7]
     assert Checkpoints(tmp_path, keep=1).latest() == 7
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"7", "best_99", "007", "-1", "50"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"7", "best_99", "007", "-1", "50", "²"}
     assert complete_steps(tmp_path / "none") == []
 
 

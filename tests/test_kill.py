@@ -82,6 +82,14 @@ def train(folder: Path, arguments: list[str], kills: list[Kill], devices: int = 
     return run
 
 
+def train_all(folder: Path, arguments: list[str], kills: dict[str, list[Kill]], devices: int = 1) -> dict[str, Run]:
+    """The run that nobody touches, "whole", which fills the compilation cache; then the others, two at a time."""
+    whole = train(folder / "whole", arguments, [], devices)
+    with ThreadPoolExecutor(2) as two:
+        found = {name: two.submit(train, folder / name, arguments, k, devices) for name, k in kills.items()}
+    return {"whole": whole} | {name: future.result() for name, future in found.items()}
+
+
 def _process(run: Run, arguments: list[str], kill: Kill | None, devices: int) -> None:
     reading, writing = os.pipe()
     command = [sys.executable, str(Path(__file__).with_name("told_train.py")), "--config=configs/k3.py:tiny"]
@@ -191,9 +199,7 @@ SUITE = {
 def suite(corpus, tmp_path_factory):
     """bfloat16 computation (O17): the master weights and all that a checkpoint holds are float32 all the same."""
     folder, arguments = tmp_path_factory.mktemp("suite"), flags(corpus, "bfloat16")
-    with ThreadPoolExecutor(2) as two:  # at a time
-        found = {n: two.submit(train, folder / n, arguments, k) for n, k in ({"whole": []} | SUITE).items()}
-    return {name: future.result() for name, future in found.items()}
+    return train_all(folder, arguments, SUITE)
 
 
 def test_untouched_run(suite, corpus):
@@ -237,9 +243,7 @@ def test_forty_random_kills(corpus, tmp_path, dtype, fsdp, first_seed):
     """Ten runs, each killed four times: five computing in float32 on one device, five in bfloat16 on a mesh of two."""
     arguments = [*flags(corpus, dtype), f"--config.mesh.fsdp={fsdp}"]
     kills = {f"{seed}": random_kills(seed) for seed in range(first_seed, first_seed + 5)}
-    with ThreadPoolExecutor(2) as two:
-        found = {n: two.submit(train, tmp_path / n, arguments, k, fsdp) for n, k in ({"whole": []} | kills).items()}
-    runs = {name: future.result() for name, future in found.items()}
+    runs = train_all(tmp_path, arguments, kills, fsdp)
     whole = runs.pop("whole")
     assert whole.hashes == expected_hashes(corpus, dtype)
     for name, run in runs.items():

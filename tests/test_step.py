@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sizes
+from jax.sharding import PartitionSpec as P
 from steps import batch, keeping_gradients, layout_of, run_config, setup
 
 from k3jax import config as configs
@@ -13,7 +15,10 @@ from k3jax.evaluate import make_evaluate
 from k3jax.model import parameters
 from k3jax.model.loss import cross_entropy
 from k3jax.optim import make_optimizer
-from k3jax.step import TrainState, abstract_decoder, init_state, make_train_step
+from k3jax.parallel import make_mesh
+from k3jax.step import TrainState, abstract_decoder, clipped, init_state, make_gradients, make_train_step
+
+ONE_LAYER = sizes.model(layers=1, dense_layers=0, attn_res_block=None, mla_layers=(1,), embed=8)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +175,66 @@ def test_packed_rows_are_separate_documents():
     for path, gradient in one.opt_state["gradients"].items():
         scale = max(float(jnp.abs(gradient).max()), 1e-6 * largest)
         np.testing.assert_allclose(two.opt_state["gradients"][path], gradient, atol=1e-5 * scale, err_msg=path)
+
+
+@pytest.mark.parametrize("policy", ["save_all", "recompute_all"])
+@pytest.mark.parametrize("balancing", ["sign", "quantile"])
+def test_counts_do_not_know_the_policy(policy, balancing):
+    """O09: six tokens, three experts, top-2: loads [6, 4, 2] whatever is computed twice; 18 histogram entries."""
+    model = sizes.model(
+        layers=1, dense_layers=0, attn_res_block=None, mla_layers=(1,), embed=8,
+        moe={"routed_experts": 3, "top_k": 2, "balancing": balancing},
+    )  # fmt: skip
+    config = run_config(model=model, policy=policy)
+    decoder, layout, step, state = setup(config)
+    # Expert 0 by its bias; the second choice by the sign of the token's embedding, which reaches the router alone.
+    direction = jnp.where(jnp.arange(8) % 2 == 0, 1.0, -1.0)
+    place = "blocks.0.tail.0" if decoder.plans[0].tail else "blocks.0.head.0"
+    params = dict(state.params)
+    params["embed"] = params["embed"].at[0].set(direction).at[1].set(-direction)
+    params[f"{place}.attention.o"] = jnp.zeros_like(params[f"{place}.attention.o"])
+    params[f"{place}.mlp.router.weight"] = jnp.stack([jnp.zeros(8), direction, -direction], axis=1)
+    bias = jnp.array([[2.0, -1.0, -1.0]])
+    state = dataclasses.replace(state, params=params, router_bias=bias, bias_ema=bias)
+    ones = np.ones((1, 6), np.int32)
+    rows = {"tokens": np.array([[0, 1, 0, 0, 1, 0]]), "targets": ones, "loss_mask": ones > 0, "segment_ids": ones}
+    after, metrics = step(state, rows)
+    np.testing.assert_array_equal(metrics["health"]["expert_load"], [[6, 4, 2]])
+    if balancing == "sign":
+        np.testing.assert_allclose(after.router_bias - bias, [[-1e-3, 0, 1e-3]], atol=1e-6)
+    else:
+        counts = jax.jit(make_gradients(config, decoder, layout))(params, bias, rows)[2].histogram
+        assert counts.sum() == 18
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(1, 1), (1, 2), (1, 4), (2, 2)])
+def test_one_norm_over_all_devices(data, fsdp):
+    """O12: two experts with gradients [2, 4] and [6, 8]; then a dense scalar 0.1 that every device holds."""
+    mesh = make_mesh(configs.MeshConfig(data, fsdp), data * fsdp, jax.devices()[: data * fsdp])
+    spread, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("fsdp"), P()))
+    experts = jax.device_put(jnp.array([2.0, 4.0, 6.0, 8.0]), spread)
+    run = jax.jit(lambda gradients: clipped(gradients, jnp.float32(1), 1.0))
+    scaled, norm = run({"experts": experts})
+    np.testing.assert_allclose(norm, 10.9544512, rtol=1e-6)
+    np.testing.assert_allclose(scaled["experts"], 0.0912871 * np.array([2, 4, 6, 8]), rtol=1e-5)
+    scaled, norm = run({"experts": experts, "dense": jax.device_put(jnp.float32(0.1), whole)})
+    np.testing.assert_allclose(norm, 10.9549076, rtol=1e-6)
+    np.testing.assert_allclose(scaled["dense"], 0.1 / 10.9549076, rtol=1e-5)
+
+
+def test_learning_rate_follows_the_step():
+    """A skipped step takes its learning rate with it: the rate of step s does not depend on what came before."""
+    schedule = {"learning_rate": 1e-2, "warmup_steps": 4}
+    _, _, step, state = setup(run_config(model=ONE_LAYER, **schedule, clip_norm=None))
+    broken = dict(state.params, lm_head=state.params["lm_head"].at[0, 0].set(jnp.nan))
+    skipped, metrics = step(dataclasses.replace(state, params=broken), batch())
+    assert metrics["skipped_in_a_row"] == 1 and skipped.step == 1
+    after, metrics = step(dataclasses.replace(skipped, params=state.params), batch())
+    np.testing.assert_allclose(metrics["learning_rate"], 0.5e-2, rtol=1e-6)
+    assert metrics["skipped_in_a_row"] == 0 and metrics["skipped_steps"] == 1
+    # AdamW's first update is the rate times the gradient's sign, but for its eps and the decay of 0.1.
+    moved = np.asarray(after.params["lm_head"] - state.params["lm_head"] * (1 - 0.1 * 0.5e-2))
+    np.testing.assert_allclose(np.median(np.abs(moved)), 0.5e-2, rtol=1e-3)
 
 
 def equations(jaxpr) -> int:

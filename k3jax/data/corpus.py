@@ -20,7 +20,7 @@ import numpy as np
 
 from k3jax.config import ConfigError, DataConfig
 from k3jax.data.chat import Chat
-from k3jax.data.documents import DocumentSet, TokenDocuments, tokenize
+from k3jax.data.documents import DocumentSet, TokenDocuments, skipped_lines, tokenize
 from k3jax.data.mixture import mixed_rows
 from k3jax.data.ngram import NAMES, ngram_losses
 from k3jax.data.packing import Batches, EvaluationRows, TrainRows
@@ -187,7 +187,5 @@ def _split(sources: list[_Loaded]) -> list[np.ndarray]:
 def _described(source: _Loaded, more: str) -> list[str]:
     documents = sum(map(len, source.parts))
     tokens = sum(len(part.tokens) for part in source.parts)
-    lines = [f"{source.name}: {documents:,} documents, {tokens:,} tokens{more}"]
-    for reason, count in sorted(source.skipped.items()):
-        lines.append(f"{source.name}: skipped {count:,}: {reason} (the first: {source.examples.get(reason, '?')})")
-    return lines
+    told = f"{source.name}: {documents:,} documents, {tokens:,} tokens{more}"
+    return [told, *skipped_lines(source.name, source.skipped, source.examples)]

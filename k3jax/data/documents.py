@@ -168,6 +168,16 @@ class Skipped:
         self.examples.setdefault(bad.reason, record.name)
         logger.info("%s: skipped %s: %s", self.name, record.name, bad.reason)
 
+    def lines(self) -> list[str]:
+        """What to tell the user, a line for each reason."""
+        return skipped_lines(self.name, self.counts, self.examples)
+
+
+def skipped_lines(name: str, counts: dict[str, int], examples: dict[str, str]) -> list[str]:
+    """A line for each reason why records of the source `name` are no documents."""
+    ordered = sorted(counts.items())
+    return [f"{name}: skipped {n:,}: {reason} (the first: {examples.get(reason, '?')})" for reason, n in ordered]
+
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
     """uint16, or uint32 above 65,536 ids; little-endian."""

@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 from absl import logging
@@ -28,6 +29,7 @@ from k3jax.data.documents import Skipped, encoded, nothing, token_dtype
 from k3jax.data.progress import progress
 from k3jax.data.records import open_records
 from k3jax.data.shards import FORMAT, SHARD_BYTES, ShardWriter, is_shard_folder, read_meta
+from k3jax.data.sources import Records
 from k3jax.data.tokenizers import Tokenizer
 from k3jax.data.tokenizers import load as load_tokenizer
 
@@ -77,38 +79,41 @@ def prepare(
             raise ConfigError(f"--source: {spec} is a folder of token shards already")
     opened = [open_records("--source", spec) for spec in sources]
     there = _existing(out, made)
-    lines = []
-    with _folder(out) as folder:
-        writer = ShardWriter(folder, token_dtype(tokenizer), limit)
-        counts: dict[str, int] = {}
-        examples: dict[str, str] = {}
+    with _folder(out) as folder, contextlib.closing(ShardWriter(folder, token_dtype(tokenizer), limit)) as writer:
+        lines, counts, examples = [], Counter(), {}
         with progress("tokenising", sum(source.size for source in opened), lines=True) as advance:
             for source in opened:
-                skipped, before, tokens = Skipped(source.name), writer.documents, writer.tokens
-                for record, ids, answer, bad in encoded(source, tokenizer, chat):
-                    if bad:
-                        skipped.add(record, bad)
-                    else:
-                        _written(out, writer.add, ids, answer)
-                    advance(record.size)
-                if writer.documents == before:
+                before = writer.documents, writer.tokens
+                skipped = _write_source(out, writer, source, tokenizer, chat, advance)
+                documents, tokens = writer.documents - before[0], writer.tokens - before[1]
+                if not documents:
                     raise nothing("--source", source.name, skipped.counts)
-                said = f"{source.name}: {writer.documents - before:,} documents, {writer.tokens - tokens:,} tokens"
-                lines.append(said)
-                for reason, count in sorted(skipped.counts.items()):
-                    example = skipped.examples[reason]
-                    lines.append(f"{source.name}: skipped {count:,}: {reason} (the first: {example})")
-                    counts[reason] = counts.get(reason, 0) + count
-                    examples.setdefault(reason, example)
+                lines.append(f"{source.name}: {documents:,} documents, {tokens:,} tokens")
+                lines += skipped.lines()
+                counts += skipped.counts
+                examples = skipped.examples | examples
         _written(out, writer.finish)
-        meta = made | {"documents": writer.documents, "tokens": writer.tokens, "skipped": counts, "examples": examples}
-        meta |= {"shards": writer.shards}
+        found = {"documents": writer.documents, "tokens": writer.tokens, "skipped": dict(counts), "examples": examples}
+        meta = made | found | {"shards": writer.shards}
         if there is not None:
             if there != meta:
                 raise ConfigError(f"--out: {out} holds token shards of other content; name another folder")
             return [*lines, f"{out} has them already"]
         _written(out, (folder / files.META).write_text, json.dumps(meta, indent=1) + "\n")
     return [*lines, f"wrote {writer.documents:,} documents, {writer.tokens:,} tokens to {out}"]
+
+
+def _write_source(
+    out: epath.Path, writer: ShardWriter, source: Records, tokenizer: Tokenizer, chat: Chat, advance
+) -> Skipped:
+    skipped = Skipped(source.name)
+    for record, ids, answer, bad in encoded(source, tokenizer, chat):
+        if bad:
+            skipped.add(record, bad)
+        else:
+            _written(out, writer.add, ids, answer)
+        advance(record.size)
+    return skipped
 
 
 def _existing(out: epath.Path, made: dict) -> dict | None:

@@ -12,6 +12,7 @@ whole meta.json is none; sizes, offsets and the tokenizer must agree with it, id
 whenever they are read, and the hashes too while the files are small enough to read them all at the start.
 """
 
+import contextlib
 import io
 import json
 from array import array
@@ -111,7 +112,9 @@ def read_meta(field: str, folder: epath.Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise ConfigError(f"{field}: {path} is not of token shards (its format is not {FORMAT!r})")
     strings = {"name": str, "sha256": str, "vocab_size": int}
-    fits = meta.get("dtype") in DTYPES and _has(meta.get("tokenizer"), strings) and _has(meta, _META)
+    fits = meta.get("dtype") in tuple(DTYPES) and _has(meta.get("tokenizer"), strings) and _has(meta, _META)
+    fits = fits and all(type(count) is int for count in meta["skipped"].values())
+    fits = fits and all(type(name) is str for name in meta["examples"].values())
     fits = fits and len(meta["shards"]) > 0 and all(_has(entry, _ENTRY) for entry in meta["shards"])
     kinds = ({"bin", "idx.npy"}, {"bin", "idx.npy", "answer.bin"})
     fits = fits and all(set(entry["sha256"]) in kinds for entry in meta["shards"])
@@ -232,6 +235,13 @@ class ShardWriter:
         hashes = {kind: file.close() for kind, file in self._files.items()}
         self.shards.append({"documents": documents, "tokens": tokens, "sha256": hashes})
         self._files, self._offsets = {}, array("q", [0])
+
+    def close(self) -> None:
+        """Lets go of a shard that will not be finished."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # on a full disk what is still buffered fails again
+                file.close()
+        self._files = {}
 
     def _write(self, kind: str, data: bytes) -> None:
         if kind not in self._files:

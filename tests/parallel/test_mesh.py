@@ -9,6 +9,7 @@ from steps import layout_of, run_config
 
 from k3jax import config as configs
 from k3jax.config import ConfigError, MeshConfig
+from k3jax.data import load, stream_hash
 from k3jax.model import parameters
 from k3jax.parallel import Layout, make_mesh, partition_spec
 from k3jax.step import abstract_decoder
@@ -101,3 +102,16 @@ def test_rows_are_split():
     assert {shard.data.shape for shard in placed.addressable_shards} == {(1, 2)}
     np.testing.assert_array_equal(placed, np.arange(16).reshape(8, 2))
     assert isinstance(layout, Layout) and not layout.alone
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(1, 1), (2, 1), (2, 2), (8, 1), (1, 8)])
+def test_batch_does_not_know_the_mesh(data, fsdp):
+    """What the devices hold together is the batch of that step, bit for bit."""
+    config = configs.load("configs/k3.py:tiny").data
+    corpus = load(config, 264)
+    layout = layout_of(abstract_decoder(run_config(model=sizes.SPLIT)), data, fsdp)
+    for step in (0, 7):
+        batch = corpus.train_batches().batch(step)
+        placed = layout.place(batch)
+        assert {len(array.addressable_shards) for array in placed.values()} == {data * fsdp}
+        assert stream_hash([jax.device_get(placed)]) == stream_hash([batch])
