@@ -403,7 +403,10 @@ def _parsed(name: str, text: str, hint: Any) -> Any:
     if bool in kinds and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if typing.get_origin(hint) is tuple:
-        entries = [entry.strip() for entry in text.strip("()[] ").split(",")]
+        inside = re.fullmatch(r"\s*(?:\((.*)\)|\[(.*)\])\s*", text)  # with brackets or without
+        entries = [
+            entry.strip().strip("'\"") for entry in (inside[1] or inside[2] or "" if inside else text).split(",")
+        ]
         return tuple(_parsed(name, entry, typing.get_args(hint)[0]) for entry in entries if entry)
     for kind in (int, float):
         if kind in kinds:

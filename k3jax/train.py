@@ -101,11 +101,13 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     shardings = layout.shardings(like)
     like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings)
     checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep, report=console.print)
-    spare = config.checkpoint.keep + 1 - len(checkpoints.steps())
-    checkpoint.require_space(folder, max(spare, 1) * checkpoint.state_bytes(like))
     first, last = checkpoints.latest() or 0, config.train.steps
     if first > last:
         raise ConfigError(f"train.steps = {last} is below the checkpoint's step {first} in {folder}")
+    room = config.checkpoint.keep + 1 - len(checkpoints.steps())  # the oldest goes when a new one is complete
+    coming = -(-last // config.checkpoint.every) - first // config.checkpoint.every
+    if first < last:
+        checkpoint.require_space(folder, min(max(room, 1), coming) * checkpoint.state_bytes(like))
     # Drawing the parameters runs once: what it costs is its compilation.
     quick = {"out_shardings": shardings, "compiler_options": {"xla_backend_optimization_level": 0}}
     if first:
@@ -164,7 +166,10 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     stream = corpus.train_batches().iterate(first)
     stack.callback(stream.close)
     meter.start(first, jsonl.reached)
-    done, saved = first, first
+    done = first
+    cut_off = 0 < first < last and first % config.eval.every == 0 and metrics.EVAL_LOSS not in jsonl.last
+    if cut_off and (loss := evaluation(config.eval.rows)) is not None:  # the run was stopped in this evaluation
+        watch.write(first, {metrics.EVAL_LOSS: loss})
     while done < last and not stop.is_set():
         profiler.before(done + 1)
         batch = layout.place(next(stream))
@@ -196,12 +201,11 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
             watch.catch_up()
             with meter.aside("saving"):
                 checkpoints.save(done, state)
-            saved = done
     watch.catch_up()
 
     # ---- end --------------------------------------------------------------------------------------------------
     with meter.aside("saving"):
-        if done > saved:
+        if done > first:
             checkpoints.save(done, state, wait=True)
         checkpoints.close()
     if done < last:

@@ -43,6 +43,20 @@ def test_override(flag, field, value):
     assert found == value and type(found) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.txt", ("a.txt",)),
+        ("a.txt, b[0-9]", ("a.txt", "b[0-9]")),
+        ("('a.txt',)", ("a.txt",)),
+        ('["a b.txt", "c.txt"]', ("a b.txt", "c.txt")),
+        ("[ab].txt", ("[ab].txt",)),
+    ],
+)
+def test_override_of_sources(text, value):
+    assert configs.load("configs/k3.py", [f"--config.data.source={text}"]).data.source == value
+
+
 def test_override_of_tuples_bools_and_strings():
     flags = [
         "model.mla_layers=(2, 4)",

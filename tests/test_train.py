@@ -74,6 +74,16 @@ def test_stopped_and_resumed_is_the_same_run(finished, corpus, tmp_path, monkeyp
     assert exact(tmp_path) == exact(finished)
 
 
+def test_stopped_in_an_evaluation(finished, corpus, tmp_path, monkeypatch):
+    """The held-out loss of step 3, which a stop cut off, is there after the run went on."""
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "_stop_on_signals", stopped_after(3))
+        assert run(tmp_path, corpus) == 0
+    assert "eval/loss" not in exact(tmp_path)[3]
+    assert run(tmp_path, corpus) == 0
+    assert exact(tmp_path) == exact(finished)
+
+
 def test_another_mesh_is_the_same_run(finished, corpus, tmp_path, monkeypatch):
     """Two steps on data 2 x fsdp 4, then on fsdp 2 in two micro-batches, and nothing to see but rounding."""
     with monkeypatch.context() as patch:

@@ -31,8 +31,8 @@ class JsonlWriter:
     back. With `resumed_step` the file is continued: records up to and with that step stay; later ones, whose steps will
     be taken again, are dropped, and so is a line that a killed run left unfinished. `resumed_step=0` starts anew.
 
-    `reached` is the last step that the file knew before: above `resumed_step` if a run was killed after its last
-    checkpoint. What the disk refuses is a MachineError.
+    `last` is the last record, {"step": -1} before there is one. `reached` is the last step that the file knew before:
+    above `resumed_step` if a run was killed after its last checkpoint. What the disk refuses is a MachineError.
     """
 
     def __init__(self, path: str | os.PathLike, resumed_step: int = 0):
@@ -42,7 +42,7 @@ class JsonlWriter:
             kept, self.reached = _keep_records(self._path, resumed_step)
             self._file = open(self._path, "r+b")  # noqa: SIM115, closed by close()
             end = self._file.seek(0, os.SEEK_END)
-        self._last = json.loads(kept) if kept else {"step": -1}
+        self.last = json.loads(kept) if kept else {"step": -1}
         self._at = end - len(f"{kept}\n".encode()) if kept else end  # where the last record begins
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -50,18 +50,18 @@ class JsonlWriter:
 
         Raises ValueError if the step is below the last, or a value is no number and no small array.
         """
-        last = self._last["step"]
+        last = self.last["step"]
         if step < last:
             raise ValueError(f"{self._path.name}: step {step} is below the last, {last}")
         plain = {name: _plain(name, value) for name, value in values.items()}
-        record = {**(self._last if step == last else {"step": int(step)}), **plain}
+        record = {**(self.last if step == last else {"step": int(step)}), **plain}
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         with self._guard():
             at = self._file.seek(self._at) if step == last else self._file.seek(0, os.SEEK_END)
             self._file.write(line)
             self._file.truncate()
             self._file.flush()
-        self._last, self._at = record, at
+        self.last, self._at = record, at
 
     def close(self) -> None:
         """Closes the file; nothing is pending."""
