@@ -313,7 +313,6 @@ class RunConfig:
     """All of one run. `to_dict` is what `config.json` holds; `from_dict` reads it back."""
 
     name: str
-    init_from: str | None
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig
@@ -324,6 +323,7 @@ class RunConfig:
     log: LogConfig
     profile: ProfileConfig
     debug: DebugConfig
+    init_from: str | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
@@ -404,9 +404,8 @@ def _parsed(name: str, text: str, hint: Any) -> Any:
         return text.lower() == "true"
     if typing.get_origin(hint) is tuple:
         inside = re.fullmatch(r"\s*(?:\((.*)\)|\[(.*)\])\s*", text)  # with brackets or without
-        entries = [
-            entry.strip().strip("'\"") for entry in (inside[1] or inside[2] or "" if inside else text).split(",")
-        ]
+        entries = (inside[1] or inside[2] or "" if inside else text).split(",")
+        entries = [entry.strip().strip("'\"") for entry in entries]
         return tuple(_parsed(name, entry, typing.get_args(hint)[0]) for entry in entries if entry)
     for kind in (int, float):
         if kind in kinds:
