@@ -85,7 +85,8 @@ def loss_sum(
     """Summed loss of a batch in nats, and (number of targets, Stats). `decoder` gives the structure."""
     bound = parameters.bind(decoder, params, dtype=jnp.dtype(config.train.dtype))
     hidden, stats = bound.apply(batch["tokens"], batch["segment_ids"], router_bias)
-    total, targets = cross_entropy(hidden, fsdp.whole(bound.lm_head)[...], batch["targets"], batch["loss_mask"])
+    with jax.named_scope("head"):
+        total, targets = cross_entropy(hidden, fsdp.whole(bound.lm_head)[...], batch["targets"], batch["loss_mask"])
     return total, (targets, stats)
 
 
@@ -183,13 +184,16 @@ def make_train_step(
         loss = total / targets
         gradients, norm = clipped(gradients, targets, config.optim.clip_norm)
         moving = {path: state.params[path] for path in gradients}
-        updates, opt_state = optimizer.update(gradients, state.opt_state, moving, step=state.step)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(gradients, state.opt_state, moving, step=state.step)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
         moved = optax.apply_updates(moving, updates)
         params = state.params | moved
         if tau is not None:
-            params = qk_clip(params, stats.max_logit, places, tau, nope, frozen=frozen)
-        bias, ema = next_bias(config.model.moe, state.router_bias, state.bias_ema, stats)
+            with jax.named_scope("qk_clip"):
+                params = qk_clip(params, stats.max_logit, places, tau, nope, frozen=frozen)
+        with jax.named_scope("balancing"):
+            bias, ema = next_bias(config.model.moe, state.router_bias, state.bias_ema, stats)
         changed = {path: params[path] for path in moving}, opt_state, bias, ema
         kept = moving, state.opt_state, state.router_bias, state.bias_ema
         moved, opt_state, bias, ema = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, kept)

@@ -262,3 +262,26 @@ def test_program_of_93_layers_stays_small():
     count = equations(jaxpr.jaxpr)
     print(f"\n93-layer train step: {count:,} equations, {len(table)} parameter tensors")
     assert 10_000 < count <= 80_000
+
+
+def test_every_block_has_a_scope():
+    """A profile shows blocks, kinds of layers, the head and the optimizer by name, in the backward pass too."""
+    config = run_config()
+    decoder = abstract_decoder(config)
+    layout = layout_of(decoder)
+    optimizer, schedule, _ = make_optimizer(config, parameters.variables(decoder))
+    state = jax.eval_shape(lambda: init_state(config, optimizer))
+    step = jax.jit(make_train_step(config, decoder, optimizer, schedule, layout))
+    text = step.lower(state, layout.batch_shapes(2, 16)).as_text(debug_info=True)
+    for scope in (
+        "block_0/kda",
+        "block_0/mlp",
+        "block_0/moe",
+        "block_1/mla",
+        "head",
+        "optimizer",
+        "qk_clip",
+        "balancing",
+    ):
+        assert f"jvp({scope.split('/')[0]})" in text or scope in text, scope
+    assert "transpose" in text

@@ -201,31 +201,32 @@ class Decoder(nnx.Module):
         bias = self.router_bias() if router_bias is None else router_bias
         block_sums, pieces = (), []
         partial_sum = jnp.take(fsdp.whole(self.embed)[...], tokens, axis=0)
-        for plan, block in zip(self.plans, self.blocks, strict=True):
-            if mixes:
-                block_sums = (*block_sums, source(partial_sum, config.norm_eps))
-                partial_sum = jnp.zeros_like(partial_sum)
-            routed = max(plan.first - config.dense_layers, 0)
-            for at, layer in enumerate(block.head):
-                dense = plan.first + at < config.dense_layers
-                row = None if dense else bias[routed]
-                partial_sum, stats = self._layer(
-                    layer, block_sums, partial_sum, mixes and at == 0, row, segment_ids, scanned=False
-                )
-                pieces.append(jax.tree.map(lambda s: s[None], stats))
-                routed += not dense
-            if plan.groups:
-                rows = bias[routed : routed + plan.groups * len(GROUP)].reshape(plan.groups, len(GROUP), -1)
-                starts = mixes and not plan.head
-                partial_sum, stats = self._scan(block.groups, block_sums, partial_sum, starts, rows, segment_ids)
-                pieces.append(stats)
-                routed += plan.groups * len(GROUP)
-            for layer in block.tail:
-                partial_sum, stats = self._layer(
-                    layer, block_sums, partial_sum, False, bias[routed], segment_ids, scanned=False
-                )
-                pieces.append(jax.tree.map(lambda s: s[None], stats))
-                routed += 1
+        for index, (plan, block) in enumerate(zip(self.plans, self.blocks, strict=True)):
+            with jax.named_scope(f"block_{index}"):
+                if mixes:
+                    block_sums = (*block_sums, source(partial_sum, config.norm_eps))
+                    partial_sum = jnp.zeros_like(partial_sum)
+                routed = max(plan.first - config.dense_layers, 0)
+                for at, layer in enumerate(block.head):
+                    dense = plan.first + at < config.dense_layers
+                    row = None if dense else bias[routed]
+                    partial_sum, stats = self._layer(
+                        layer, block_sums, partial_sum, mixes and at == 0, row, segment_ids, scanned=False
+                    )
+                    pieces.append(jax.tree.map(lambda s: s[None], stats))
+                    routed += not dense
+                if plan.groups:
+                    rows = bias[routed : routed + plan.groups * len(GROUP)].reshape(plan.groups, len(GROUP), -1)
+                    starts = mixes and not plan.head
+                    partial_sum, stats = self._scan(block.groups, block_sums, partial_sum, starts, rows, segment_ids)
+                    pieces.append(stats)
+                    routed += plan.groups * len(GROUP)
+                for layer in block.tail:
+                    partial_sum, stats = self._layer(
+                        layer, block_sums, partial_sum, False, bias[routed], segment_ids, scanned=False
+                    )
+                    pieces.append(jax.tree.map(lambda s: s[None], stats))
+                    routed += 1
         if mixes:
             partial_sum, weights = self.final.res(block_sums, partial_sum, False)
             pieces.append({"attnres_weights": _token_sum(weights, segment_ids)[None, None]})
@@ -235,10 +236,12 @@ class Decoder(nnx.Module):
         """One layer -> (partial sum, statistics of both sub-layers); each sub-layer under the memory policy."""
         never = (fsdp.GATHERED,) if fsdp.gathers() else ()
         run = functools.partial(checkpointed, self.memory, scanned=scanned, never_saved=never)
-        args = block_sums, partial_sum, empty, segment_ids
-        partial_sum, stats = run(Layer.attention_part, layer, *args)
-        args = block_sums, partial_sum, bias, segment_ids
-        partial_sum, more = run(Layer.mlp_part, layer, *args)
+        with jax.named_scope("mla" if isinstance(layer.attention, MLA) else "kda"):
+            args = block_sums, partial_sum, empty, segment_ids
+            partial_sum, stats = run(Layer.attention_part, layer, *args)
+        with jax.named_scope("mlp" if isinstance(layer.mlp, MLP) else "moe"):
+            args = block_sums, partial_sum, bias, segment_ids
+            partial_sum, more = run(Layer.mlp_part, layer, *args)
         if self.config.attn_res_block:
             pair = jnp.stack([stats.pop("attnres_weights"), more.pop("attnres_weights")])
             stats["attnres_weights"] = pair
