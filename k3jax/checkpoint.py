@@ -32,6 +32,10 @@ from k3jax.config import ConfigError, MachineError
 UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX  # part of the name of a save that has not come to its end
 
 
+class SaveFailed(MachineError):
+    """A state could not be written, after all attempts."""
+
+
 class Checkpoints:
     """The checkpoints of one workdir; `keep` of them stay.
 
@@ -59,6 +63,7 @@ class Checkpoints:
         self._pending: tuple[int, Future] | None = None  # the save being written
         self._written: int | None = None  # the last step that this object completed
         self._failures = 0  # in a row
+        self._closed = False
         self._next_attempt = 0.0  # time.monotonic
         _silence()
         try:
@@ -107,14 +112,20 @@ class Checkpoints:
         self._settle()
 
     def close(self) -> None:
-        """Waits for what is being written and ends the threads. Raises MachineError if the last save failed."""
+        """Waits for what is being written and ends the threads. Raises MachineError if the last save failed.
+
+        Closing once more does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
         try:
             self._settle()
         finally:
             self._background.shutdown()
             self._saver.close()
         if self._failures:
-            raise MachineError(f"{self.folder}: the last save failed and was not tried again; {self._resort()}")
+            raise SaveFailed(f"{self.folder}: the last save failed and was not tried again; {self._resort()}")
 
     def restore(self, step: int, like: Any) -> Any:
         """The state of a step, shaped and placed as `like` (arrays or ShapeDtypeStructs). Raises ConfigError.
@@ -144,7 +155,10 @@ class Checkpoints:
         if not (self.folder / str(step)).is_dir():
             raise OSError(errno.EIO, f"{self.folder / str(step)} is not there after its save")
         for old in self.steps()[: -self._keep]:
-            self._remove(old)
+            try:
+                self._remove(old)
+            except OSError as error:  # no reason to call the new one lost
+                self.report(f"checkpoint {self.folder / str(old)} could not be removed: {_cause(error)}")
 
     def _remove(self, step: int) -> None:
         if jax.process_index() == 0:
@@ -174,7 +188,7 @@ class Checkpoints:
         attempts = 1 + len(self._pauses)
         if self._failures >= attempts:
             self._failures = 0  # said once
-            raise MachineError(f"{what}; {attempts} attempts; {self._resort()}") from error
+            raise SaveFailed(f"{what}; {attempts} attempts; {self._resort()}") from error
         pause = self._pauses[self._failures - 1]
         self._next_attempt = time.monotonic() + pause
         self.report(f"{what} (attempt {self._failures} of {attempts}, the next in {pause:g} s)")

@@ -1,7 +1,7 @@
 """What all command lines share: flags, and how a mistake ends.
 
     exit code 0: done    1: the run failed    2: a mistake in flags, config or input    3: the machine lacks something
-              130: interrupted, before anything was begun
+              130: interrupted at once, without saving
 
 Invariant: a user's mistake and a machine's lack are one line on stderr, never a traceback.
 """

@@ -4,6 +4,7 @@ Invariant: window and padding have a fixed shape, so one program serves every le
 invisible to the model.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -33,23 +34,25 @@ def sample(
     if not len(prompt):
         raise ValueError("prompt must hold one token or more")
     graphdef, weights = nnx.split(decoder)
-
-    @jax.jit
-    def next_token(weights, recent, length, key):
-        segments = (jnp.arange(window) < length).astype(jnp.int32)
-        bound = nnx.merge(graphdef, weights)
-        hidden, _ = bound.apply(recent[None], segments[None])
-        kernel = bound.lm_head[...].astype(hidden.dtype)
-        logits = jnp.dot(hidden[0, length - 1], kernel, preferred_element_type=jnp.float32)[:vocab]
-        return jax.random.categorical(key, logits / temperature) if temperature else jnp.argmax(logits)
-
     text, keys = [int(token) for token in prompt], jax.random.split(jax.random.key(seed), max(tokens, 1))
     for key in keys[:tokens]:
         recent = np.zeros(window, np.int32)
         shown = text[-window:]
         recent[: len(shown)] = shown
-        token = int(next_token(weights, recent, len(shown), key))
+        token = int(_next_token(graphdef, vocab, temperature, weights, recent, len(shown), key))
         if token == stop:
             break
         text.append(token)
     return text[len(prompt) :]
+
+
+# Outside of `sample`, so that samples in the course of a run share one program.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _next_token(graphdef, vocab, temperature, weights, recent, length, key):
+    """The id behind recent[length - 1]; recent [window], filled up behind that with anything."""
+    segments = (jnp.arange(recent.shape[0]) < length).astype(jnp.int32)
+    bound = nnx.merge(graphdef, weights)
+    hidden, _ = bound.apply(recent[None], segments[None])
+    kernel = bound.lm_head[...].astype(hidden.dtype)
+    logits = jnp.dot(hidden[0, length - 1], kernel, preferred_element_type=jnp.float32)[:vocab]
+    return jax.random.categorical(key, logits / temperature) if temperature else jnp.argmax(logits)

@@ -109,7 +109,7 @@ def make_gradients(config: RunConfig, decoder: Decoder, layout: Layout) -> Calla
 
     `train.accumulate` micro-batches run one after the other on each device. Frozen parameters have no gradient.
     """
-    learnt = trainable(layout.specs, config.optim.frozen)
+    learnt = trainable(tuple(layout.specs), config.optim.frozen)
     parts = config.train.accumulate
 
     def gradients(params, router_bias, batch):
@@ -176,7 +176,7 @@ def make_train_step(
     """
     gradients_of = make_gradients(config, decoder, layout)
     tau, nope, places = config.optim.qk_clip, config.model.mla.qk_nope, decoder.mla_places()
-    frozen = layout.specs.keys() - trainable(layout.specs, config.optim.frozen)
+    frozen = layout.specs.keys() - trainable(tuple(layout.specs), config.optim.frozen)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         total, targets, stats, gradients = gradients_of(state.params, state.router_bias, batch)

@@ -5,10 +5,12 @@
 Reads top to bottom: set-up, data, model, state, loop, end. The workdir gets `config.json`, `metrics.jsonl`,
 `tensorboard/` and `checkpoints/<step>/`; the same command on the same workdir goes on where it stopped. Exit code 0:
 trained (or stopped by Ctrl-C or SIGTERM, with a checkpoint); 1: the run ended without a finite loss; 2: a mistake in
-flags, config or input; 3: the machine lacks something. Codes 2 and 3 come with one line that names it.
+flags, config or input; 3: the machine lacks something; 130: interrupted at once. 2 and 3 come with one line that says
+what.
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -25,7 +27,7 @@ from rich.console import Console
 
 from k3jax import checkpoint, command, data, flops, hardware, hf, metrics
 from k3jax import config as configs
-from k3jax.config import ConfigError, RunConfig
+from k3jax.config import ConfigError, MachineError, RunConfig
 from k3jax.debug import first_nonfinite
 from k3jax.evaluate import make_evaluate
 from k3jax.generate import sample
@@ -62,6 +64,8 @@ def _main(argv: list[str]) -> int:
 def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     # ---- set-up -----------------------------------------------------------------------------------------------
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if config.init_from is not None and not Path(config.init_from).is_dir():
+        raise ConfigError(f"init_from={config.init_from}: no such folder")
     workdir = stack.enter_context(Workdir(folder, config.to_dict()))
     mesh = make_mesh(config.mesh, config.data.batch_rows // config.train.accumulate)
     kind, device = mesh.devices.flat[0].device_kind, hardware.lookup(mesh.devices.flat[0].device_kind)
@@ -70,19 +74,6 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     if device is not None and device.bf16 is None and config.train.dtype == "bfloat16":
         console.print(f"{kind} has no bfloat16: computing in float32")
         config = _replaced(config, "train", dtype="float32")
-
-    # ---- data -------------------------------------------------------------------------------------------------
-    corpus = data.load(config.data, config.model.vocab)
-    workdir.check_data({"corpus": corpus.fingerprint})
-    for line in corpus.lines():
-        console.print(line)
-    if config.train.epochs is not None:
-        steps = max(1, math.ceil(config.train.epochs * corpus.steps_per_epoch))
-        config = _replaced(config, "train", steps=steps, epochs=None)
-        console.print(f"{steps:,} steps")
-    ngrams, unit = corpus.ngrams() or {}, "byte" if config.data.tokenizer == "bytes" else "token"
-    if ngrams:
-        console.print(f"held-out nats per {unit} of n-grams: {_listed(ngrams)}")
 
     # ---- model and optimizer ----------------------------------------------------------------------------------
     decoder = abstract_decoder(config)
@@ -93,6 +84,21 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     console.print(format_table(table))
     console.print(f"{total:,} parameters, {active:,} active")
 
+    # ---- data -------------------------------------------------------------------------------------------------
+    corpus = data.load(config.data, config.model.vocab)
+    workdir.check_data(corpus.fingerprints)
+    for line in corpus.lines():
+        console.print(line)
+    if config.train.epochs is not None:
+        steps = max(1, math.ceil(config.train.epochs * corpus.steps_per_epoch))
+        config = _replaced(config, "train", steps=steps, epochs=None)
+        optimizer, schedule, _ = make_optimizer(config, variables, spread=layout.spread)
+        console.print(f"{steps:,} steps")
+    prompt = _prompt(config, corpus.tokenizer)
+    ngrams, unit = corpus.ngrams() or {}, "byte" if config.data.tokenizer == "bytes" else "token"
+    if ngrams:
+        console.print(f"held-out nats per {unit} of n-grams: {_listed(ngrams)}")
+
     # ---- state ------------------------------------------------------------------------------------------------
     def create() -> TrainState:
         return init_state(config, optimizer)
@@ -101,6 +107,7 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     shardings = layout.shardings(like)
     like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings)
     checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep, report=console.print)
+    stack.callback(_finish_saving, checkpoints, console)
     first, last = checkpoints.latest() or 0, config.train.steps
     if first > last:
         raise ConfigError(f"train.steps = {last} is below the checkpoint's step {first} in {folder}")
@@ -109,13 +116,15 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     if first < last:
         checkpoint.require_space(folder, min(max(room, 1), coming) * checkpoint.state_bytes(like))
     # Drawing the parameters runs once: what it costs is its compilation.
-    quick = {"out_shardings": shardings, "compiler_options": {"xla_backend_optimization_level": 0}}
+    quick = {"out_shardings": shardings}
+    if mesh.devices.flat[0].platform == "cpu":
+        quick["compiler_options"] = {"xla_backend_optimization_level": 0}
     if first:
         state: TrainState = checkpoints.restore(first, like)
         console.print(f"resumed at step {first}")
     elif config.init_from is not None:
         params, bias = _weights(config, like)
-        state = jax.jit(lambda params, bias: start_state(config, optimizer, params, bias), **quick)(params, bias)
+        state = jax.jit(functools.partial(start_state, config, optimizer), donate_argnums=0, **quick)(params, bias)
         del params, bias
         console.print(f"weights from {config.init_from}")
     else:
@@ -152,7 +161,7 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
 
     def show_sample() -> None:
         with meter.aside("sampling"):
-            print(_continuation(config, state, decoder, corpus.tokenizer), flush=True)
+            print(_continuation(config, state, decoder, corpus.tokenizer, prompt), flush=True)
 
     # ---- loop -------------------------------------------------------------------------------------------------
     stop = stack.enter_context(_stop_on_signals())
@@ -170,38 +179,47 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     cut_off = 0 < first < last and first % config.eval.every == 0 and metrics.EVAL_LOSS not in jsonl.last
     if cut_off and (loss := evaluation(config.eval.rows)) is not None:  # the run was stopped in this evaluation
         watch.write(first, {metrics.EVAL_LOSS: loss})
-    while done < last and not stop.is_set():
-        profiler.before(done + 1)
-        batch = layout.place(next(stream))
-        state, result = train_step(state, batch)
-        done += 1
-        profiler.after(done, result["loss"])
-        evaluates, samples, saves = (
-            every is not None and done % every == 0 and done < last
-            for every in (config.eval.every, config.sample.every, config.checkpoint.every)
-        )
-        watch.step(done, result)
-        if evaluates or samples or saves or config.debug.nans or done == first + 1:
-            watch.catch_up()
-        if config.debug.nans and watch.skipped:
-            where = first_nonfinite(state.to_decoder(decoder, config.train.dtype), jax.device_get(batch))
-            console.print(f"error: step {done} was not finite; first at: {where or 'the update'}")
-            return 1
-        if watch.skipped >= config.train.max_skipped:
-            console.print(
-                f"error: {watch.skipped} steps in a row were not finite (train.max_skipped); stopped at step {done}, "
-                f"the last checkpoint is of step {checkpoints.latest() or 0}; --config.debug.nans=True names the layer"
+    try:
+        while done < last and not stop.is_set():
+            profiler.before(done + 1)
+            batch = layout.place(next(stream))
+            state, result = train_step(state, batch)
+            done += 1
+            profiler.after(done, result["loss"])
+            evaluates, samples, saves = (
+                every is not None and done % every == 0 and done < last
+                for every in (config.eval.every, config.sample.every, config.checkpoint.every)
             )
-            return 1
-        if evaluates and (loss := evaluation(config.eval.rows)) is not None:
-            watch.write(done, {metrics.EVAL_LOSS: loss})
-        if samples:
-            show_sample()
-        if saves or checkpoints.check():  # behind the record of its step, which a kill must not lose
-            watch.catch_up()
-            with meter.aside("saving"):
-                checkpoints.save(done, state)
-    watch.catch_up()
+            watch.step(done, result)
+            if evaluates or samples or saves or config.debug.nans or done == first + 1:
+                watch.catch_up()
+            if config.debug.nans and watch.skipped:
+                where = first_nonfinite(state.to_decoder(decoder, config.train.dtype), jax.device_get(batch))
+                console.print(f"error: step {done} was not finite; first at: {where or 'the update'}")
+                return 1
+            if watch.skipped >= config.train.max_skipped:
+                checkpoints.wait()
+                console.print(
+                    f"error: {watch.skipped} steps in a row were not finite (train.max_skipped), the last is {done}; "
+                    f"the last checkpoint is of step {checkpoints.latest() or 0}; see --config.debug.nans"
+                )
+                return 1
+            if evaluates and (loss := evaluation(config.eval.rows)) is not None:
+                watch.write(done, {metrics.EVAL_LOSS: loss})
+            if samples:
+                show_sample()
+            if saves or checkpoints.check():  # behind the record of its step, which a kill must not lose
+                watch.catch_up()
+                with meter.aside("saving"):
+                    checkpoints.save(done, state)
+        watch.catch_up()
+    except checkpoint.SaveFailed:
+        raise
+    except (ConfigError, MachineError, OSError):  # of the data, a log or a sample: the state is good
+        if done > first:
+            checkpoints.save(done, state, wait=True)
+            console.print(f"saved step {done}")
+        raise
 
     # ---- end --------------------------------------------------------------------------------------------------
     with meter.aside("saving"):
@@ -212,11 +230,11 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         console.print(f"stopped at step {done}; the same command goes on from there")
         return 0
     progress.message("evaluating on all held-out files")
-    loss = evaluation(None)
-    if loss is None:
+    looked, loss = evaluation(config.eval.rows), evaluation(None)
+    if looked is None or loss is None:
         console.print(f"stopped behind the last step, {done}, without its held-out loss; the same command takes it")
         return 0
-    watch.write(done, {metrics.EVAL_LOSS: loss})
+    watch.write(done, {metrics.EVAL_LOSS: looked, metrics.EVAL_LOSS_ALL: loss})
     beside = f" ({_listed(ngrams)})" if ngrams else ""
     console.print(f"held-out loss {loss:.4f} nats per {unit} after {done} steps{beside}")
     show_sample()
@@ -307,9 +325,24 @@ def _listed(losses: dict[str, float]) -> str:
     return ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
 
 
-def _continuation(config: RunConfig, state: TrainState, decoder, tokenizer) -> str:
+def _finish_saving(checkpoints: checkpoint.Checkpoints, console: Console) -> None:
+    """However a run ends, the save that is being written comes to its end; a failure is said, and hides no other."""
+    try:
+        checkpoints.close()
+    except MachineError as error:
+        console.print(f"error: {error}")
+
+
+def _prompt(config: RunConfig, tokenizer: data.Tokenizer) -> np.ndarray:
+    """The ids of sample.prompt. Raises ConfigError for a text that is none to the tokenizer."""
+    try:
+        return tokenizer.encode(config.sample.prompt, eos=False)
+    except data.BadDocument as error:
+        raise ConfigError(f"sample.prompt: {error.reason}") from error
+
+
+def _continuation(config: RunConfig, state: TrainState, decoder, tokenizer, prompt: np.ndarray) -> str:
     bound = state.to_decoder(decoder, config.train.dtype)
-    prompt = tokenizer.encode(config.sample.prompt, eos=False)
     ids = sample(
         bound,
         prompt,

@@ -1,7 +1,7 @@
 """The folder of a run: who may train in it, and whether what lies there is this run.
 
     config.json      the run's config; rewritten by a resumed run, of which only the fields of RESUMABLE may differ
-    data.json        name of each data source -> fingerprint of its content
+    data.json        fingerprint of each data source, the tokenizer and the split, wherever their files lie
     metrics.jsonl    one line per step (k3jax/metrics)
     checkpoints/     complete states by step (k3jax/checkpoint.py)
     .lock            held by the process that trains here; its content names that process
@@ -15,6 +15,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,12 @@ RESUMABLE = (
     "checkpoint.",
     "mesh.",
     "memory.",
+    # Paths of what data.json knows by its content, and of weights that are only read before the first step.
+    "data.source",
+    "data.held_out",
+    "data.tokenizer",
+    "data.chat_template",
+    "init_from",
 )
 OF_THE_MACHINE = (
     errno.EACCES,
@@ -77,7 +84,8 @@ class Workdir:
     def check_data(self, fingerprints: Mapping[str, str]) -> None:
         """Refuses data other than those the run found here was trained on, by name. Call it before `begin`."""
         ours, file = dict(fingerprints), self.folder / "data.json"
-        theirs = _read(file)
+        begun = complete_steps(self.folder / "checkpoints") or _last_step(self.folder / "metrics.jsonl")
+        theirs = _read(file) if begun else None
         if theirs is None:
             if complete_steps(self.folder / "checkpoints"):
                 raise ConfigError(f"{file} is missing: it cannot be told whether the data are the same; {self._anew}")
@@ -122,7 +130,7 @@ class Workdir:
                 raise ConfigError(f"{file} is missing, but a run is there; {self._anew}")
             return
         found = [entry for entry in differences(theirs, self._config) if not _resumable(entry[0])]
-        if found:
+        if found and (steps or logged):
             changed = _listed([f"{name}: {old!r} -> {new!r}" for name, old, new in found])
             raise ConfigError(f"{file} is of another run: {changed}; give another --workdir, or the values it has")
         group = theirs.get("checkpoint")
@@ -157,6 +165,8 @@ def _listed(entries: list[str], most: int = 8) -> str:
 
 def _locked(folder: Path) -> TextIO:
     """Creates the folder and takes its lock: an advisory one of the system, which ends with the process."""
+    if "://" in str(folder) or re.match(r"[a-z0-9]{2,}:/", str(folder)):
+        raise ConfigError(f"--workdir={folder}: a run's folder is a local path; copy checkpoints where they shall stay")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a+", encoding="utf-8", errors="replace")  # noqa: SIM115, held open
@@ -198,7 +208,10 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     beside = file.with_name(f".{file.name}.new")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with open(beside, "w", encoding="utf-8") as stream:
+        stream.write(json.dumps(content, indent=1) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
     os.replace(beside, file)
 
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "data.prepare": ANYTHING,
     "command": {"config"},
     "workdir": {"config", "checkpoint"},
-    "debug": {"config", "model", "step", "parallel"},
+    "debug": {"config", "model"},
     "__init__": set(),
 }
 COMMANDS = {"train", "launch", "report", "data.prepare"}  # nothing imports a command line

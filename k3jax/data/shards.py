@@ -64,7 +64,7 @@ class ShardFolder:
     def lots(self) -> list[np.ndarray]:
         """Of each shard, uint64 [documents] (sources.draw_lot)."""
         return [
-            np.array([draw_lot(f"{number:05d}:{document}") for document in range(len(shard))], np.uint64)
+            np.fromiter((draw_lot(f"{number:05d}:{i}") for i in range(len(shard))), np.uint64, len(shard))
             for number, shard in enumerate(self.shards)
         ]
 

@@ -295,6 +295,8 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": c.norm_eps,
         "initializer_range": c.init_std,
         "tie_word_embeddings": False,
+        # Else transformers takes its own defaults, which may lie outside this vocabulary.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "linear_attn_config": linear,
         "q_lora_rank": mla.q_lora,
         "kv_lora_rank": mla.kv_lora,

@@ -4,7 +4,7 @@ Invariant: a policy changes bytes and time, never a number: outputs, gradients a
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,23 +13,22 @@ from flax import nnx
 from k3jax.config import MemoryConfig
 
 
-def checkpointed(
+def rematerialised(
     memory: MemoryConfig,
     method: Callable,
     module: nnx.Module,
     *args: Any,
     scanned: bool,
-    never_saved: Sequence[str] = (),
+    keeps: Callable[..., bool] | None = None,
 ) -> Any:
     """method(module, *args) under the policy. `scanned` says that the call stands in a scan's body.
 
-    never_saved: names of `checkpoint_name` that even `save_all` computes again. Arrays in args are what the backward
-    pass keeps under `recompute_all`; Python values are constants.
+    keeps: policy of `jax.checkpoint` that says what even `save_all` must not keep; None: it keeps all. Arrays in args
+    are what the backward pass keeps under `recompute_all`; Python values are constants.
     """
-    if memory.policy == "save_all" and not never_saved:
+    if memory.policy == "save_all" and keeps is None:
         return method(module, *args)
-    names = jax.checkpoint_policies.save_anything_except_these_names(*never_saved)
-    policy = names if memory.policy == "save_all" else None
+    policy = keeps if memory.policy == "save_all" else None
     graphdef, state = nnx.split(module)
     leaves, structure = jax.tree.flatten(args)
     dynamic = [at for at, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]

@@ -20,6 +20,7 @@ from k3jax.metrics.meter import Meter
 from k3jax.metrics.names import (
     ATTN_RES,
     EVAL_LOSS,
+    EVAL_LOSS_ALL,
     FLOPS_PER_SECOND,
     GOODPUT,
     GRAD_NORM,
@@ -42,6 +43,7 @@ _LAZY = {"TensorBoardWriter", "read_events"}
 __all__ = [
     "ATTN_RES",
     "EVAL_LOSS",
+    "EVAL_LOSS_ALL",
     "FLOPS_PER_SECOND",
     "GOODPUT",
     "GRAD_NORM",

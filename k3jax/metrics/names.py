@@ -12,7 +12,8 @@ TOKENS_PER_SECOND = "train/tokens_per_second"  # of all devices
 FLOPS_PER_SECOND = "train/flops_per_second"  # model FLOPs (k3jax/flops.py), of all devices
 MFU = "train/mfu"  # model FLOP/s as a part of the devices' peak, 0 .. 1
 GOODPUT = "train/goodput"  # part of this process's life spent in steps that count, 0 .. 1
-EVAL_LOSS = "eval/loss"
+EVAL_LOSS = "eval/loss"  # of eval.rows rows, the same each time
+EVAL_LOSS_ALL = "eval/loss_all"  # of all held-out rows, after the last step
 ATTN_RES = "attn_res/weights"  # [sublayers, sources], mean over tokens
 
 

@@ -20,7 +20,7 @@ from flax import nnx
 from jax import Array
 
 from k3jax.config import MemoryConfig, ModelConfig
-from k3jax.memory.policy import checkpointed
+from k3jax.memory.policy import rematerialised
 from k3jax.model import router
 from k3jax.model.attn_res import AttnRes, Source, source
 from k3jax.model.common import MLP, Keys, RMSNorm, normal, param
@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
     def apply(
         self, tokens: Array, segment_ids: Array | None = None, router_bias: Array | None = None
     ) -> tuple[Array, Stats]:
-        """tokens [B,T] int32 -> (hidden [B,T,embed] after the final norm, Stats). Activations have embed's type.
+        """tokens [B,T] int32 -> (hidden [B,T,embed] after the final norm, Stats). Activations have lm_head's type.
 
         segment_ids [B,T] int32: documents are runs of equal ids, 0 is padding. router_bias [moe_layers, experts] fp32
         stands in for the routers' own.
@@ -200,7 +200,7 @@ class Decoder(nnx.Module):
         config, mixes = self.config, bool(self.config.attn_res_block)
         bias = self.router_bias() if router_bias is None else router_bias
         block_sums, pieces = (), []
-        partial_sum = jnp.take(fsdp.whole(self.embed)[...], tokens, axis=0)
+        partial_sum = jnp.take(fsdp.whole(self.embed)[...], tokens, axis=0).astype(self.lm_head[...].dtype)
         for index, (plan, block) in enumerate(zip(self.plans, self.blocks, strict=True)):
             with jax.named_scope(f"block_{index}"):
                 if mixes:
@@ -234,8 +234,8 @@ class Decoder(nnx.Module):
 
     def _layer(self, layer, block_sums, partial_sum, empty, bias, segment_ids, *, scanned):
         """One layer -> (partial sum, statistics of both sub-layers); each sub-layer under the memory policy."""
-        never = (fsdp.GATHERED,) if fsdp.gathers() else ()
-        run = functools.partial(checkpointed, self.memory, scanned=scanned, never_saved=never)
+        keeps = fsdp.keeps if fsdp.gathers() else None
+        run = functools.partial(rematerialised, self.memory, scanned=scanned, keeps=keeps)
         with jax.named_scope("mla" if isinstance(layer.attention, MLA) else "kda"):
             args = block_sums, partial_sum, empty, segment_ids
             partial_sum, stats = run(Layer.attention_part, layer, *args)
@@ -274,7 +274,7 @@ class Decoder(nnx.Module):
             return partial_sum, both | stats | last
 
         partial_sum, stats = jax.lax.scan(group, partial_sum, (kda_state, mla_state, bias, empty))
-        return partial_sum, {name: s.reshape(-1, *s.shape[2:]) for name, s in stats.items()}
+        return partial_sum, {name: s.reshape(s.shape[0] * s.shape[1], *s.shape[2:]) for name, s in stats.items()}
 
     def _stats(self, pieces: list[dict[str, Array]], tokens: Array, segment_ids: Array | None) -> Stats:
         config = self.config

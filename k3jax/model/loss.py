@@ -35,11 +35,11 @@ def cross_entropy(
         padded = jnp.pad(x, [(0, spare)] + [(0, 0)] * (x.ndim - 1)) if spare else x
         return padded.reshape(pieces, rows, *x.shape[1:])
 
-    kernel = lm_head.astype(hidden.dtype)
+    kernel = lm_head.astype(jnp.float32)  # and cast inside: so the gradients of the pieces add up in fp32
 
     @jax.checkpoint
     def one(h: Array, target: Array, kept: Array) -> Array:
-        logits = jnp.dot(h, kernel, preferred_element_type=jnp.float32)
+        logits = jnp.dot(h, kernel.astype(h.dtype), preferred_element_type=jnp.float32)
         chosen = jnp.take_along_axis(logits, jnp.where(kept, target, 0)[:, None], axis=-1)[:, 0]
         return jnp.sum(jnp.where(kept, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0))
 

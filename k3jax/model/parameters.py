@@ -30,9 +30,10 @@ def values(decoder: Decoder) -> dict[str, Array]:
 def bind(decoder: Decoder, parameters: Mapping[str, Array], *, router_bias: Array | None = None, dtype=None) -> Decoder:
     """A new decoder of the same structure that holds `parameters`; `decoder` may be abstract.
 
-    dtype: type that the matrices, convolutions, embedding and head are cast to, and so that of the activations; None
-    leaves all as they are. router_bias [moe_layers, experts] is written into the routers if given; without it those of
-    an abstract decoder are 0.
+    dtype: type that the matrices, convolutions and the head are cast to, and so that of the activations; None leaves
+    all as they are. The embedding stays: its rows are cast where they are read, so that their gradients add up in
+    fp32. router_bias [moe_layers, experts] is written into the routers if given; without it those of an abstract
+    decoder are 0.
     """
     graphdef, params, rest = nnx.split(decoder, nnx.Param, ...)
     rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x, rest)
@@ -40,7 +41,7 @@ def bind(decoder: Decoder, parameters: Mapping[str, Array], *, router_bias: Arra
     for path, variable in nnx.to_flat_state(params):
         name = ".".join(map(str, path))
         value = parameters[name]
-        if dtype is not None and not name.endswith(KEPT_FP32):
+        if dtype is not None and name != "embed" and not name.endswith(KEPT_FP32):
             value = value.astype(dtype)
         flat[path] = variable.replace(value)
     bound = nnx.merge(graphdef, nnx.from_flat_state(flat), rest)

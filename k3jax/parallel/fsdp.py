@@ -4,7 +4,8 @@
     total(x_p) = sum of x_p over data and fsdp
 
 A layer's parameters are gathered where the layer runs, inside its rematerialised region and its scan step, so that one
-layer is whole at a time; the gradient leaves by a reduce-scatter. Invariant: outside `per_device`, and on axes of size
+layer is whole at a time; the gradient leaves by a reduce-scatter. (Embedding and head are whole from the forward to the
+backward pass.) Invariant: outside `per_device`, and on axes of size
 1, all of these are the identity.
 """
 
@@ -15,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from k3jax.parallel.mesh import ROWS, partition_spec
 
-GATHERED = "gathered_parameter"  # name of gathered parameters: the backward pass gathers again instead of keeping them
+# What only shows a gathered parameter in another form; keeping that would keep the parameter.
+VIEWS = {"reshape", "convert_element_type", "transpose", "squeeze", "broadcast_in_dim", "slice"}
 T = TypeVar("T")
 
 
@@ -36,6 +37,12 @@ def _sizes() -> dict[str, int]:
 def gathers() -> bool:
     """Whether parameters arrive in parts here."""
     return _sizes().get("fsdp", 1) > 1
+
+
+def keeps(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Policy of `jax.checkpoint`: the backward pass keeps all but gathered parameters, and gathers those again."""
+    inner = getattr(params.get("call_jaxpr"), "eqns", ())
+    return primitive.name not in VIEWS and not any(equation.primitive.name == "all_gather" for equation in inner)
 
 
 def whole(module: T) -> T:
@@ -56,7 +63,7 @@ def _whole_value(path: str, param: nnx.Param) -> Array:
         axes = axes[1:]
     spec = partition_spec(path, (0,) * value.ndim, axes, _sizes())
     split = next((axis for axis, name in enumerate(spec) if name == "fsdp"), None)
-    return value if split is None else checkpoint_name(_gather(value, split), GATHERED)
+    return value if split is None else _gather(value, split)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -81,7 +81,7 @@ def partition_spec(
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the specs of all parameters on it. On one device, every method is the identity."""
+    """A mesh and the specs of all parameters on it. On one device nothing is split."""
 
     mesh: Mesh
     specs: Mapping[str, P] = field(default_factory=dict)  # path -> spec

@@ -131,3 +131,15 @@ def test_sum_of_gradients_is_fp32():
     specs = {"in_specs": (P("fsdp"), P("fsdp")), "out_specs": P("fsdp"), "check_vma": False}
     gradient = jax.shard_map(jax.grad(loss), mesh=mesh, **specs)(jnp.ones(8, jnp.bfloat16), weights)
     np.testing.assert_array_equal(gradient.astype(jnp.float32), np.full(8, 264.0))  # 263, rounded to bf16
+
+
+def test_gathered_again_in_the_backward_pass():
+    """Even save_all keeps no gathered layer: each parameter of a layer is gathered for both passes."""
+    counts = {}
+    for policy in ("save_all", "recompute_all"):
+        config = run_config(model=sizes.SPLIT, policy=policy)
+        decoder, layout, _, state = setup(config, 1, 8)
+        run = make_gradients(config, decoder, layout)
+        jaxpr = jax.make_jaxpr(run)(state.params, state.router_bias, layout.batch_shapes(8, 24))
+        counts[policy] = str(jaxpr).count(" all_gather[")
+    assert counts["save_all"] == counts["recompute_all"] > 60
