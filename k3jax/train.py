@@ -268,10 +268,9 @@ class _Watch:
         self.skipped = int(result["skipped_in_a_row"])
         values |= {f"train/{name}": float(result[name]) for name in SCALARS if name in result}
         values |= self.meter.measure(productive=not self.skipped)
-        with self.meter.aside("logging"):
-            if step % self.config.log.health_every == 0:
-                values |= metrics.health_report(self.config.model, **jax.device_get(result["health"]))
-            self.write(step, values)
+        if step % self.config.log.health_every == 0:
+            values |= metrics.health_report(self.config.model, **jax.device_get(result["health"]))
+        self.write(step, values)
 
     def write(self, step: int, values: dict) -> None:
         for writer in self.writers:
