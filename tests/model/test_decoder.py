@@ -174,11 +174,9 @@ def test_bfloat16_stays_near():
     run = nnx.jit(lambda decoder: decoder(tokens))
     wide = run(decoder)
     narrow = parameters.bind(decoder, parameters.values(decoder), dtype=jnp.bfloat16)
-    assert narrow.lm_head.dtype == jnp.bfloat16 and narrow.embed.dtype == jnp.float32  # its gradients add up in fp32
-    assert (
-        narrow.apply(tokens)[0].dtype == jnp.bfloat16
-        and narrow.blocks[0].head[1].mlp.router.weight.dtype == jnp.float32
-    )
+    assert narrow.lm_head.dtype == jnp.bfloat16 == narrow.apply(tokens)[0].dtype
+    # The embedding's gradients add up in fp32, and scores are fp32.
+    assert narrow.embed.dtype == jnp.float32 == narrow.blocks[0].head[1].mlp.router.weight.dtype
     got = run(narrow)
     assert got.dtype == jnp.float32
     error = np.sqrt(np.mean((got - wide) ** 2) / np.mean(wide**2))
