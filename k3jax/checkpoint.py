@@ -259,7 +259,10 @@ def _read(folder: Path, like: Any, partial: bool, resort: str = "") -> Any:
     wanted = {name: _placed(leaf) for name, leaf in _by_name(like).items()}
     with ocp.Checkpointer(_handler()) as reader:
         try:
-            stored = _by_name(reader.metadata(folder).item_metadata.tree)
+            metadata = reader.metadata(folder).item_metadata
+            if metadata is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "_METADATA")
+            stored = _by_name(metadata.tree)
         except Exception as error:
             raise ConfigError(f"checkpoint {folder} is damaged: {_cause(error)}{resort}") from error
         if partial:

@@ -121,6 +121,8 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         quick["compiler_options"] = {"xla_backend_optimization_level": 0}
     if first:
         state: TrainState = checkpoints.restore(first, like)
+        if int(state.step) != first:
+            raise ConfigError(f"checkpoint {checkpoints.folder / str(first)} is of step {int(state.step)}, not {first}")
         console.print(f"resumed at step {first}")
     elif config.init_from is not None:
         params, bias = _weights(config, like)

@@ -188,6 +188,14 @@ def test_damaged_checkpoint(finished, corpus, tmp_path, capsys):
     assert "checkpoints/4" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_renamed_checkpoint_is_refused(finished, corpus, tmp_path, capsys):
+    """A state of step 4 under the name 3 would take another step's batch."""
+    shutil.copytree(finished, tmp_path / "copy")
+    (tmp_path / "copy" / "checkpoints" / "4").rename(tmp_path / "copy" / "checkpoints" / "3")
+    assert run(tmp_path / "copy", corpus) == 2
+    assert "checkpoints/3 is of step 4" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_all_layers_dense_for_an_epoch(corpus, tmp_path, capsys):
     """A model without experts has an empty router bias, which a checkpoint cannot hold; it trains and resumes."""
     flags = ("model.dense_layers=2", "train.epochs=1", "data.seq_len=64", "data.batch_rows=4")
