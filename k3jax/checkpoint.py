@@ -220,7 +220,7 @@ def read_parameters(path: str | Path, like: Any) -> Any:
     folder = Path(path).absolute()
     if not folder.is_dir():
         raise ConfigError(f"{path}: no such folder")
-    if not folder.name.isdecimal():
+    if not folder.name.isdecimal() or (folder / "checkpoints").is_dir():
         steps = complete_steps(folder / "checkpoints")
         if not steps:
             raise ConfigError(f"{path} is neither a workdir with a complete checkpoint nor a folder checkpoints/<step>")

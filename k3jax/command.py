@@ -6,6 +6,7 @@
 Invariant: a user's mistake and a machine's lack are one line on stderr, never a traceback.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -26,6 +27,8 @@ def guarded(body: Callable[[list[str]], int], argv: list[str]) -> int:
         return _ended(3, str(error))
     except KeyboardInterrupt:
         return _ended(130, "interrupted")
+    except MemoryError as error:
+        return _ended(3, f"out of host memory: {error}")
     except OSError as error:
         return _ended(3, f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except jax.errors.JaxRuntimeError as error:
@@ -60,5 +63,6 @@ def parse(
 
 
 def _ended(code: int, text: str) -> int:
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody reads any more: the code still tells
+        print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
     return code

@@ -164,6 +164,8 @@ class DataConfig:
         _check(bool(sources) and all(sources), "data.source", "one source or more", sources)
         _check(len(weights) in (0, len(sources)), "data.weights", f"one number for each of {sources}", weights)
         _check(all(weight > 0 for weight in weights), "data.weights", "greater than 0", weights)
+        _check(max(weights, default=1) <= 1e9 * min(weights, default=1), "data.weights", "within 1e9", weights)
+        _check(self.seq_len * self.batch_rows < 2**31, "data.batch_rows", "below 2^31 tokens per step", self.batch_rows)
         _check(0 <= self.seed < 2**32, "data.seed", "in 0 .. 2^32 - 1", self.seed)
 
 
@@ -188,6 +190,7 @@ class OptimConfig:
         for entry in self.rate_scale:
             pattern, _, factor = entry.partition("=")
             fits = bool(pattern) and re.fullmatch(r"\d+(\.\d*)?([eE][-+]?\d+)?", factor) is not None
+            fits = fits and math.isfinite(float(factor))
             _check(fits, "optim.rate_scale", "PATTERN=FACTOR with a factor of 0 or more", entry)
         _check(self.learning_rate <= 10, "optim.learning_rate", "at most 10", self.learning_rate)
         _check(self.warmup_steps >= 0, "optim.warmup_steps", "0 or more", self.warmup_steps)
@@ -212,6 +215,7 @@ class TrainConfig:
 
     def __post_init__(self):
         _positive("train", self, "steps", "epochs", "accumulate", "max_skipped")
+        _check(self.steps < 2**31, "train.steps", "below 2^31", self.steps)
         _check(0 <= self.seed < 2**32, "train.seed", "in 0 .. 2^32 - 1", self.seed)
 
 
@@ -454,6 +458,8 @@ def _run_file(path: Path):
         module.__path__ = [str(path.parent), *(str(folder) for folder in PACKAGED)]
         sys.modules[package] = module
     spec = importlib.util.spec_from_file_location(f"{package}.{path.stem}", path)
+    if spec is None:
+        raise ConfigError(f"--config: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

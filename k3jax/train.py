@@ -58,13 +58,13 @@ def _main(argv: list[str]) -> int:
     if found is None:
         return 0
     with ExitStack() as stack:
-        return _train(configs.load(found["config"], overrides), Path(found["workdir"]), stack)
+        return _train(configs.load(found["config"], overrides), Path(found["workdir"]).expanduser(), stack)
 
 
 def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     # ---- set-up -----------------------------------------------------------------------------------------------
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    if config.init_from is not None and not Path(config.init_from).is_dir():
+    if config.init_from is not None and not Path(config.init_from).expanduser().is_dir():
         raise ConfigError(f"init_from={config.init_from}: no such folder")
     workdir = stack.enter_context(Workdir(folder, config.to_dict()))
     mesh = make_mesh(config.mesh, config.data.batch_rows // config.train.accumulate)
@@ -242,8 +242,12 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     show_sample()
     console.print(meter.summary())
     console.print(f"checkpoint: {checkpoints.folder / str(done)}")
-    if not math.isfinite(loss):
-        console.print("error: the held-out loss is not finite; train/skipped_steps in metrics.jsonl tells since when")
+    if watch.skipped_in_all:
+        console.print(f"{watch.skipped_in_all} steps were not finite and changed nothing (train/skipped_steps)")
+    if watch.skipped or not math.isfinite(loss):
+        console.print(
+            "error: the run ends without a finite loss; train/skipped_steps in metrics.jsonl tells since when"
+        )
         return 1
     return 0
 
@@ -253,7 +257,7 @@ class _Watch:
 
     def __init__(self, config: RunConfig, meter: metrics.Meter, writers: list[metrics.Writer]):
         self.config, self.meter, self.writers = config, meter, writers
-        self.skipped = 0  # non-finite steps in a row, as of the last step that was written
+        self.skipped = self.skipped_in_all = 0  # non-finite steps, those in a row and all, as of the last one written
         self._pending: tuple[int, dict] | None = None
 
     def step(self, step: int, result: dict) -> None:
@@ -267,7 +271,7 @@ class _Watch:
             return
         (step, result), self._pending = self._pending, None
         values = {metrics.LOSS: float(result["loss"])}  # waits for the step
-        self.skipped = int(result["skipped_in_a_row"])
+        self.skipped, self.skipped_in_all = int(result["skipped_in_a_row"]), int(result["skipped_steps"])
         values |= {f"train/{name}": float(result[name]) for name in SCALARS if name in result}
         values |= self.meter.measure(productive=not self.skipped)
         if step % self.config.log.health_every == 0:
@@ -285,7 +289,7 @@ def _replaced(config: RunConfig, group: str, **fields) -> RunConfig:
 
 def _weights(config: RunConfig, like: TrainState) -> tuple[dict[str, jax.Array], jax.Array]:
     """Parameters and router bias of `init_from`, placed as `like`. Raises ConfigError for another model."""
-    path = Path(config.init_from)
+    path = Path(config.init_from).expanduser()
     if not any(path.glob("*.safetensors*")):
         found = checkpoint.read_parameters(path, {"params": like.params, "router_bias": like.router_bias})
         return found["params"], found["router_bias"]
@@ -303,7 +307,8 @@ def _stop_on_signals() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: a terminal that went away
+    before = {number: signal.getsignal(number) for number in numbers}
 
     def restore() -> None:
         for number, handler in before.items():
@@ -338,8 +343,8 @@ def _prompt(config: RunConfig, tokenizer: data.Tokenizer) -> np.ndarray:
     """The ids of sample.prompt. Raises ConfigError for a text that is none to the tokenizer."""
     try:
         return tokenizer.encode(config.sample.prompt, eos=False)
-    except data.BadDocument as error:
-        raise ConfigError(f"sample.prompt: {error.reason}") from error
+    except (data.BadDocument, UnicodeError) as error:
+        raise ConfigError(f"sample.prompt: {getattr(error, 'reason', error)}") from error
 
 
 def _continuation(config: RunConfig, state: TrainState, decoder, tokenizer, prompt: np.ndarray) -> str:
@@ -359,4 +364,5 @@ def _continuation(config: RunConfig, state: TrainState, decoder, tokenizer, prom
 
 if __name__ == "__main__":
     logging.getLogger().setLevel(logging.WARNING)
+    sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
     sys.exit(main(sys.argv))

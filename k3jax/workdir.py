@@ -167,6 +167,8 @@ def _locked(folder: Path) -> TextIO:
     """Creates the folder and takes its lock: an advisory one of the system, which ends with the process."""
     if "://" in str(folder) or re.match(r"[a-z0-9]{2,}:/", str(folder)):
         raise ConfigError(f"--workdir={folder}: a run's folder is a local path; copy checkpoints where they shall stay")
+    if any(sign in str(folder.absolute()) for sign in "[]*?"):
+        raise ConfigError(f"--workdir={folder}: the library that writes checkpoints cannot read them below [ ] * or ?")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "a+", encoding="utf-8", errors="replace")  # noqa: SIM115, held open
@@ -228,6 +230,6 @@ def _last_step(file: Path) -> int:
     for line in reversed(lines):
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
     return 0

@@ -1,6 +1,7 @@
 """Damaged configs and data through the command line: one line that names the mistake, exit code 2, nothing trained."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -66,6 +67,10 @@ FLAGS = [
     ("data.held_out=no/such/folder", "data.held_out"),
     ("data.weights=(1,2)", "data.weights"),
     ("data.weights=(0,)", "data.weights"),
+    ("data.batch_rows=99999999999", "data.batch_rows"),
+    ("train.steps=3000000000", "train.steps"),
+    ("optim.rate_scale=*=1e999", "optim.rate_scale"),
+    ("sample.prompt=\udcff", "sample.prompt"),
     ("data.tokenizer=gpt9", "data.tokenizer"),
     ("data.tokenizer=no/such/tokenizer.json", "tokenizer.json"),
     ("data.chat_template=no/such.jinja", "no/such.jinja"),
@@ -99,6 +104,7 @@ SPOILT = {
     "zeros.txt": lambda path: path.write_bytes(bytes(1000)),
     "picture.png": lambda path: path.write_bytes(b"\x89PNG\r\n"),
     "folder": lambda path: path.mkdir(),
+    "pipe.txt": os.mkfifo,
     "cut.jsonl": lambda path: path.write_text('{"text": "a'),
     "list.jsonl": lambda path: path.write_text('["text"]\n'),
     "number.jsonl": lambda path: path.write_text('{"text": 3}\n'),
@@ -164,3 +170,9 @@ def test_saved_config_runs_again(corpus, tmp_path):
     with on_devices(1):
         assert train.main([real[0], f"--config={file}", real[2]]) == 0
     assert exact(tmp_path / "b") == exact(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "a?b"])
+def test_workdir_that_checkpoints_could_not_be_read_from(name, corpus, tmp_path, capsys):
+    workdir = tmp_path / name
+    assert_refused(run(workdir, corpus), capsys.readouterr(), "--workdir", workdir)

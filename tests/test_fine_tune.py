@@ -107,6 +107,12 @@ def test_not_finite_ends_at_the_limit(poisoned, corpus, tmp_path, capsys):
     assert len(exact(tmp_path)) <= 4
 
 
+def test_run_that_ends_in_skipped_steps_fails(poisoned, corpus, tmp_path, capsys):
+    assert run(tmp_path, corpus, f"init_from={poisoned}", "train.steps=2") == 1
+    error = capsys.readouterr().err
+    assert "2 steps were not finite and changed nothing" in error and "error: the run ends without" in error
+
+
 def test_debug_names_the_layer(poisoned, corpus, tmp_path, capsys):
     assert run(tmp_path, corpus, f"init_from={poisoned}", "debug.nans=True") == 1
     assert "step 1 was not finite; first at: layer 2 (MLA)" in capsys.readouterr().err

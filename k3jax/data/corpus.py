@@ -138,6 +138,7 @@ def load(config: DataConfig, vocab: int) -> Corpus:
         for field in ("data.source", "data.held_out")
     }
     training: set[str] = set()
+    evaluated: set[str] = set()
     for source in opened["data.source"]:
         if twice := sorted(training & source.files):
             raise ConfigError(f"data.source: {twice[0]} is in two of its entries; a document comes once per epoch")
@@ -145,6 +146,9 @@ def load(config: DataConfig, vocab: int) -> Corpus:
     for source in opened["data.held_out"]:
         if both := sorted(training & source.files):
             raise ConfigError(f"data.held_out: {both[0]} is among data.source too, so it would be trained on")
+        if twice := sorted(evaluated & source.files):
+            raise ConfigError(f"data.held_out: {twice[0]} is in two of its entries")
+        evaluated |= source.files
     texts = [one for sources in opened.values() for one in sources if isinstance(one, Records)]
     with progress("tokenising", sum(one.size for one in texts), lines=False) as advance:
         sources, held_out = (

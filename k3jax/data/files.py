@@ -172,6 +172,9 @@ def _look(path: epath.Path, name: str) -> Found:
     if kind(name) is None:
         return Found(path, name, 0, BadDocument("unknown extension", name))
     try:
-        return Found(path, name, path.stat().length)
+        found = Found(path, name, path.stat().length)
+        if not is_remote(path) and not os.path.isfile(path):  # a pipe would be waited for
+            return Found(path, name, 0, BadDocument("no regular file", name))
+        return found
     except OSError:
         return Found(path, name, 0, BadDocument("unreadable", name))

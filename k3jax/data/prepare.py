@@ -53,6 +53,8 @@ def _main(argv: list[str]) -> int:
     if sum(entry.lstrip("-").partition("=")[0] == "source" for entry in argv[1:]) > 1:
         raise ConfigError("--source is given twice; name several sources in one, with commas")
     sources = [spec.strip() for spec in given["source"].split(",") if spec.strip()]
+    if not sources or len(set(sources)) < len(sources):
+        raise ConfigError(f"--source must name sources, each once, got {given['source']!r}")
     tokenizer = load_tokenizer(given["tokenizer"], where="--tokenizer")
     chat = Chat(tokenizer, given["chat_template"], given["tokenizer"], where="--chat_template")
     made = {

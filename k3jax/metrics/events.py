@@ -83,7 +83,7 @@ class TensorBoardWriter:
 def _next_name(folder: Path) -> str:
     """A file name that sorts behind all that are there, even if another machine's clock was ahead."""
     stamps = [name.removeprefix(PREFIX).split(".")[0] for name in os.listdir(folder) if name.startswith(PREFIX)]
-    latest = max([int(time.time()), *(int(stamp) for stamp in stamps if stamp.isdigit())])
+    latest = max([int(time.time()), *(int(stamp) for stamp in stamps if stamp.isdecimal())])
     return f"{PREFIX}{latest:010d}.{len(stamps):04d}.{socket.gethostname()}"
 
 

@@ -95,9 +95,11 @@ def _keep_records(path: Path, resumed_step: int) -> tuple[str, int]:
     reached = 0
     for line in before.splitlines():
         try:
-            step = int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
+            step = json.loads(line)["step"]
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue  # cut off in the middle by a kill
+        if type(step) is not int:
+            continue
         reached = max(reached, step)
         if step <= resumed_step > 0:
             kept[step] = line
