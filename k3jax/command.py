@@ -39,27 +39,35 @@ def guarded(body: Callable[[list[str]], int], argv: list[str]) -> int:
 
 
 def parse(
-    argv: Sequence[str], about: str, texts: Mapping[str, str], defaults: Mapping[str, str | None] = MappingProxyType({})
+    argv: Sequence[str],
+    about: str,
+    texts: Mapping[str, str],
+    defaults: Mapping[str, str | None] = MappingProxyType({}),
+    positional: str | None = None,
 ) -> dict[str, str] | None:
     """String flags by name, or None after `--help` was printed. `--config.*` flags are the caller's.
 
-    about: text of `--help`; texts: what each flag means; defaults: of flags that may be left out. Raises ConfigError.
+    about: text of `--help`; texts: what each flag means; defaults: of flags that may be left out; positional: name of
+    the one argument that is no flag. Raises ConfigError.
     """
     known = flags.FlagValues()
     for name, text in texts.items():
         flags.DEFINE_string(name, defaults.get(name), text, flag_values=known)
     flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=known)
-    rest = known([argv[0], *argv[1:]])
+    rest = known(list(argv))[1:]
     if known.help:
         own = "\n".join(f"  --{name}: {text}" for name, text in texts.items())
         print(f"{about.strip()}\n\nFlags:\n{own}")
         return None
-    if len(rest) > 1:
-        raise ConfigError(f"unknown argument {rest[1]!r}")
+    if positional is not None and len(rest) != 1:
+        raise ConfigError(f"one {positional} is needed, got {rest or 'none'}")
+    if positional is None and rest:
+        raise ConfigError(f"unknown argument {rest[0]!r}")
     for name in texts:
         if not known[name].value and name not in defaults:
             raise ConfigError(f"--{name} is missing")
-    return {name: known[name].value for name in texts}
+    found = {name: known[name].value for name in texts}
+    return found if positional is None else found | {positional: rest[0]}
 
 
 def _ended(code: int, text: str) -> int:

@@ -46,8 +46,7 @@ def _forward(decoder: Decoder, batch: Mapping[str, Array]) -> Iterator[tuple[str
     """(name, result) of every place in order; each is computed when it is asked for."""
     config, mixes = decoder.config, bool(decoder.config.attn_res_block)
     segment_ids, biases = batch["segment_ids"], iter(decoder.router_bias())
-    block_sums, partial_sum = (), jnp.take(decoder.embed[...], batch["tokens"], axis=0)
-    partial_sum = partial_sum.astype(decoder.lm_head[...].dtype)
+    block_sums, partial_sum = (), decoder.embedded(batch["tokens"])
     yield "embedding", partial_sum
     number = 0
     for plan, block in zip(decoder.plans, decoder.blocks, strict=True):

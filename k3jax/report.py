@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 
 from k3jax import command, metrics
 from k3jax.config import ConfigError
 
+FLAGS = {
+    "out": "folder of the pictures; WORKDIR/report if not given",
+    "log": "recorded terminal output of a run, drawn as it looked",
+}
 LINES = 60  # of a longer log, the first third and the last two thirds are shown
 COLUMNS = 120
 INK, FAINT, HELD_OUT = "#1f4e79", "#9dbad5", "#c0392b"
@@ -32,22 +35,15 @@ def main(argv: list[str]) -> int:
 
 
 def _report(argv: list[str]) -> int:
-    known = flags.FlagValues()
-    flags.DEFINE_string("out", None, "folder of the pictures; WORKDIR/report if not given", flag_values=known)
-    flags.DEFINE_string("log", None, "recorded terminal output of a run, drawn as it looked", flag_values=known)
-    flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=known)
-    rest = known(argv)[1:]
-    if known.help:
-        print(f"{__doc__}\n{known.get_help()}")
+    given = command.parse(argv, __doc__, FLAGS, dict.fromkeys(FLAGS), positional="WORKDIR")
+    if given is None:
         return 0
-    if len(rest) != 1:
-        raise ConfigError(f"one WORKDIR is needed, got {rest or 'none'}")
-    workdir = Path(rest[0])
+    workdir = Path(given["WORKDIR"])
     if not workdir.is_dir():
         raise ConfigError(f"WORKDIR {workdir} is no folder")
     events = metrics.read_events(workdir / "tensorboard")
-    log = _read(Path(known.log)) if known.log else None
-    out = Path(known.out or workdir / "report")
+    log = _read(Path(given["log"])) if given["log"] else None
+    out = Path(given["out"] or workdir / "report")
     out.mkdir(parents=True, exist_ok=True)
     _save(out / "curves.png", draw_curves(events, workdir.name))
     if log is not None:

@@ -84,10 +84,9 @@ class Workdir:
     def check_data(self, fingerprints: Mapping[str, str]) -> None:
         """Refuses data other than those the run found here was trained on, by name. Call it before `begin`."""
         ours, file = dict(fingerprints), self.folder / "data.json"
-        begun = complete_steps(self.folder / "checkpoints") or _last_step(self.folder / "metrics.jsonl")
-        theirs = _read(file) if begun else None
+        theirs = _read(file) if self._steps or self._logged else None
         if theirs is None:
-            if complete_steps(self.folder / "checkpoints"):
+            if self._steps:
                 raise ConfigError(f"{file} is missing: it cannot be told whether the data are the same; {self._anew}")
         else:
             changed = sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
@@ -123,7 +122,8 @@ class Workdir:
 
     def _check(self) -> None:
         file, checkpoints = self.folder / "config.json", self.folder / "checkpoints"
-        steps, logged = complete_steps(checkpoints), _last_step(self.folder / "metrics.jsonl")
+        self._steps = steps = complete_steps(checkpoints)
+        self._logged = logged = _last_step(self.folder / "metrics.jsonl")
         theirs = _read(file)
         if theirs is None:
             if steps or logged:

@@ -27,7 +27,8 @@ from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboardX.proto.types_pb2 import DT_FLOAT
 from tensorboardX.record_writer import masked_crc32c
 
-from k3jax.config import ConfigError, MachineError
+from k3jax.config import ConfigError
+from k3jax.metrics.names import written
 from k3jax.metrics.picture import heat_map_png
 
 PREFIX = "events.out.tfevents."
@@ -43,11 +44,9 @@ class TensorBoardWriter:
 
     def __init__(self, folder: str | os.PathLike, resumed_step: int = 0):
         self._folder = Path(folder)
-        try:
+        with written(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self._folder / _next_name(self._folder), "ab")  # noqa: SIM115, closed by close()
-        except OSError as error:
-            raise MachineError(f"{folder}: {error.strerror or error}") from error
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         mark = SessionLog(status=SessionLog.START)
         self._append(Event(wall_time=time.time(), step=resumed_step + 1, session_log=mark))
@@ -73,11 +72,9 @@ class TensorBoardWriter:
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
         checksums = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
-        try:
+        with written(self._folder):
             self._file.write(b"".join((length, next(checksums), data, next(checksums))))
             self._file.flush()
-        except OSError as error:
-            raise MachineError(f"{self._folder}: {error.strerror or error}") from error
 
 
 def _next_name(folder: Path) -> str:

@@ -5,18 +5,17 @@
 Invariant: one valid JSON object per step, in order, each step once, however often the run was stopped and resumed.
 """
 
-import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from k3jax.config import MachineError
+from k3jax.metrics.names import written
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class JsonlWriter:
 
     def __init__(self, path: str | os.PathLike, resumed_step: int = 0):
         self._path = Path(path)
-        with self._guard():
+        with written(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept, self.reached = _keep_records(self._path, resumed_step)
             self._file = open(self._path, "r+b")  # noqa: SIM115, closed by close()
@@ -56,7 +55,7 @@ class JsonlWriter:
         plain = {name: _plain(name, value) for name, value in values.items()}
         record = {**(self.last if step == last else {"step": int(step)}), **plain}
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with self._guard():
+        with written(self._path):
             at = self._file.seek(self._at) if step == last else self._file.seek(0, os.SEEK_END)
             self._file.write(line)
             self._file.truncate()
@@ -65,15 +64,8 @@ class JsonlWriter:
 
     def close(self) -> None:
         """Closes the file; nothing is pending."""
-        with self._guard():  # what a full disk refused before is tried once more
+        with written(self._path):  # what a full disk refused before is tried once more
             self._file.close()
-
-    @contextlib.contextmanager
-    def _guard(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise MachineError(f"{self._path}: {error.strerror or error}") from error
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -1,7 +1,11 @@
 """Names that more than one file needs, and what a writer is. `train/` comes every step, other groups now and then."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from os import PathLike
 from typing import Any, Protocol
+
+from k3jax.config import MachineError
 
 LOSS = "train/loss"  # nats per target token, before the step's update
 LEARNING_RATE = "train/learning_rate"
@@ -15,6 +19,15 @@ GOODPUT = "train/goodput"  # part of this process's life spent in steps that cou
 EVAL_LOSS = "eval/loss"  # of eval.rows rows, the same each time
 EVAL_LOSS_ALL = "eval/loss_all"  # of all held-out rows, after the last step
 ATTN_RES = "attn_res/weights"  # [sublayers, sources], mean over tokens
+
+
+@contextlib.contextmanager
+def written(path: str | PathLike) -> Iterator[None]:
+    """What the disk refuses inside is a MachineError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{path}: {error.strerror or error}") from error
 
 
 class Writer(Protocol):

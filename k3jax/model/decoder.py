@@ -200,7 +200,7 @@ class Decoder(nnx.Module):
         config, mixes = self.config, bool(self.config.attn_res_block)
         bias = self.router_bias() if router_bias is None else router_bias
         block_sums, pieces = (), []
-        partial_sum = jnp.take(fsdp.whole(self.embed)[...], tokens, axis=0).astype(self.lm_head[...].dtype)
+        partial_sum = self.embedded(tokens)
         for index, (plan, block) in enumerate(zip(self.plans, self.blocks, strict=True)):
             with jax.named_scope(f"block_{index}"):
                 if mixes:
@@ -231,6 +231,10 @@ class Decoder(nnx.Module):
             partial_sum, weights = self.final.res(block_sums, partial_sum, False)
             pieces.append({"attnres_weights": _token_sum(weights, segment_ids)[None, None]})
         return self.final.norm(partial_sum), self._stats(pieces, tokens, segment_ids)
+
+    def embedded(self, tokens: Array) -> Array:
+        """Rows of the embedding in the activations' type, that of lm_head: tokens [B,T] -> [B,T,embed]."""
+        return jnp.take(fsdp.whole(self.embed)[...], tokens, axis=0).astype(self.lm_head[...].dtype)
 
     def _layer(self, layer, block_sums, partial_sum, empty, bias, segment_ids, *, scanned):
         """One layer -> (partial sum, statistics of both sub-layers); each sub-layer under the memory policy."""

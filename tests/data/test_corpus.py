@@ -1,26 +1,23 @@
 """From a config to batches: splits, streams that do not depend on how they are read, and the users' mistakes."""
 
 import dataclasses
+import functools
 import itertools
 import json
 from hashlib import sha256
 
+import data_config
 import numpy as np
 import pytest
 
-from k3jax.config import ConfigError, DataConfig
+from k3jax.config import ConfigError
 from k3jax.data import TrainRows, load, stream_hash
 from k3jax.data import corpus as corpora
 
 BOS, EOS = 256, 257
 
 
-def config(*source, **values) -> DataConfig:
-    defaults = {
-        "weights": (), "held_out": (), "tokenizer": "bytes", "chat_template": None, "seq_len": 16, "batch_rows": 4,
-        "seed": 0,
-    }  # fmt: skip
-    return DataConfig(source=tuple(map(str, source)), **defaults | values)
+config = functools.partial(data_config.config, batch_rows=4)
 
 
 def remainder(name: str) -> int:

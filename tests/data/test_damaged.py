@@ -7,20 +7,13 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
+from data_config import config
 from etils import epath
 
-from k3jax.config import ConfigError, DataConfig
+from k3jax.config import ConfigError
 from k3jax.data import ByteTokenizer, load, shards
 from k3jax.data import prepare as preparing
 from k3jax.data.chat import Chat
-
-
-def config(*source, **values) -> DataConfig:
-    defaults = {
-        "weights": (), "held_out": (), "tokenizer": "bytes", "chat_template": None, "seq_len": 16, "batch_rows": 2,
-        "seed": 0,
-    }  # fmt: skip
-    return DataConfig(source=tuple(map(str, source)), **defaults | values)
 
 
 @pytest.fixture(scope="module")

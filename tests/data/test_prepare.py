@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_config import config
 from etils import epath
 
-from k3jax.config import ConfigError, DataConfig
+from k3jax.config import ConfigError
 from k3jax.data import load, stream_hash, tokenize
 from k3jax.data import prepare as preparing
 from k3jax.data.chat import Chat
@@ -28,11 +29,6 @@ TALK = [{"role": "user", "content": "he?"}, {"role": "assistant", "content": "he
 
 def run(*flags: str) -> int:
     return preparing.main(["prepare", *flags])
-
-
-def config(source, tokenizer="bytes", **values) -> DataConfig:
-    defaults = {"weights": (), "held_out": (), "chat_template": None, "seq_len": 16, "batch_rows": 2, "seed": 0}
-    return DataConfig(source=(str(source),), tokenizer=str(tokenizer), **defaults | values)
 
 
 @pytest.fixture
@@ -143,11 +139,11 @@ def test_another_tokenizer_is_refused(texts, tmp_path, tokenizer_json):
     ):
         load(config(out), 264)
     with pytest.raises(ConfigError, match=r"^model.vocab"):
-        load(config(out, tokenizer_json), 100)
-    load(config(out, tokenizer_json), 109)
+        load(config(out, tokenizer=str(tokenizer_json)), 100)
+    load(config(out, tokenizer=str(tokenizer_json)), 109)
     (tokenizer_json.parent / "tokenizer_config.json").write_text('{"eos_token": "<pad>"}')
     with pytest.raises(ConfigError, match=r"^data.tokenizer is not the one"):
-        load(config(out, tokenizer_json), 264)
+        load(config(out, tokenizer=str(tokenizer_json)), 264)
 
 
 def test_finished_folder_is_kept(texts, tmp_path, capsys, write):

@@ -5,19 +5,10 @@ import sys
 import time
 
 import pytest
+from clock import Clock
 
 from k3jax.metrics import Meter
 from k3jax.metrics.meter import process_age
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_speed_and_mfu():

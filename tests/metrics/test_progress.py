@@ -10,6 +10,7 @@ import struct
 import termios
 
 import pytest
+from clock import Clock
 
 from k3jax.metrics import Progress
 
@@ -21,16 +22,6 @@ LONG = {
     "train/mfu": 0.4123,
     "train/flops_per_second": 1e15,
 }
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_lines():
