@@ -10,7 +10,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / 
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 # Programs here are small and run a few times: compiling them is the cost.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "model")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "model"), str(HERE / "pallas_kernels")]
 
 import jax  # noqa: E402
 

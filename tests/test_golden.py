@@ -7,7 +7,7 @@ import pytest
 from golden_files import FOLDER, manifest
 
 TESTS = Path(__file__).parent
-KERNELS, MODEL = "pallas_kernels/test_kda_golden.py", "model/test_layers_golden.py"
+KERNELS, MODEL = "pallas_kernels/kda_cases.py", "model/test_layers_golden.py"
 ASSERTED_BY = {
     **{f"kda_core_{case}": KERNELS for case in ("T200", "basic", "gva", "h0", "scale1", "strong", "vstrong")},
     **{f"kda_fused_{case}": KERNELS for case in ("lowerbound", "softplus", "softplus_strong")},

@@ -33,7 +33,7 @@ def mla_attention(
         key_shared: [B, T, Ks].
         value: [B, T, H, V].
         scale: factor of the logits; None is K**-0.5.
-        segment_ids: [B, T] integers. Equal non-zero ids of a row are one document, which sees only itself; 0 is
+        segment_ids: [B, T] integers. A maximal run of equal non-zero ids is a document, which sees only itself; 0 is
             padding, which may hold anything: output 0, row_max -inf, gradient 0. None: one document.
         implementation: "xla" or None, the automatic choice.
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import select
 from pallas_kernels.kda import reference, xla
 from pallas_kernels.kda.inputs import Inputs, Options
-from pallas_kernels.kda.segments import marks
+from pallas_kernels.segments import marks
 
 IMPLEMENTATIONS = {"xla": xla.kda, "reference": reference.kda}  # most preferred first
 
@@ -66,34 +66,45 @@ def kda(
         ValueError: a shape or an option that does not fit.
         NotImplementedError: the named implementation does not take this case.
     """
-    _check(query, key, value, log_decay, beta, a_log, dt_bias, lower_bound, initial_state, segment_ids, state_every)
-    width = key.shape[3]
-    inputs = Inputs(
-        query, key, value, log_decay, beta, a_log, dt_bias, initial_state,
-        None if segment_ids is None else marks(segment_ids),
+    check(query, key, value, log_decay, beta, a_log, dt_bias, lower_bound, initial_state, segment_ids, state_every)
+    inputs, options = gather(
+        query, key, value, log_decay, beta, scale, a_log, dt_bias, lower_bound, normalize_qk, beta_is_logit,
+        initial_state, segment_ids, state_every,
     )  # fmt: skip
+    return select.run("kda", IMPLEMENTATIONS, implementation, inputs, options)
+
+
+def gather(
+    query, key, value, log_decay, beta, scale, a_log, dt_bias, lower_bound, normalize_qk, beta_is_logit,
+    initial_state, segment_ids, state_every,
+) -> tuple[Inputs, Options]:  # fmt: skip
+    """The arguments of `kda` as the implementations take them; query may be None."""
+    documents = None if segment_ids is None else marks(segment_ids)
+    inputs = Inputs(query, key, value, log_decay, beta, a_log, dt_bias, initial_state, documents)
     options = Options(
-        scale=width**-0.5 if scale is None else float(scale),
+        scale=key.shape[3] ** -0.5 if scale is None else float(scale),
         lower_bound=None if lower_bound is None else float(lower_bound),
         normalize_qk=normalize_qk,
         beta_is_logit=beta_is_logit,
         state_every=state_every,
     )
-    return select.run("kda", IMPLEMENTATIONS, implementation, inputs, options)
+    return inputs, options
 
 
-def _check(query, key, value, log_decay, beta, a_log, dt_bias, lower_bound, initial_state, segment_ids, state_every):
+def check(query, key, value, log_decay, beta, a_log, dt_bias, lower_bound, initial_state, segment_ids, state_every):
+    """Raises ValueError, with the shapes, for arguments of `kda` that do not fit; query may be None."""
+    first, query = ("key", key) if query is None else ("query", query)
     if query.ndim != 4:
-        raise ValueError(f"kda: query has shape {query.shape}, expected [B, T, H, K]")
+        raise ValueError(f"kda: {first} has shape {query.shape}, expected [B, T, H, K]")
     if value.ndim != 4:
         raise ValueError(f"kda: value has shape {value.shape}, expected [B, T, HV, V]")
     batch, length, heads, width = query.shape
     value_heads, value_width = value.shape[2:]
     if min(width, value_width, heads, value_heads) < 1:
-        raise ValueError(f"kda: query {query.shape} and value {value.shape} need at least one head and one channel")
+        raise ValueError(f"kda: {first} {query.shape} and value {value.shape} need at least one head and one channel")
     if value_heads % heads:
         raise ValueError(
-            f"kda: value's heads must be a multiple of query's: value has shape {value.shape}, query {query.shape}"
+            f"kda: value's heads must be a multiple of query's: value has shape {value.shape}, {first} {query.shape}"
         )
     expected = {
         "key": (key, (batch, length, heads, width)),
@@ -109,7 +120,7 @@ def _check(query, key, value, log_decay, beta, a_log, dt_bias, lower_bound, init
         if array is not None and array.shape != shape:
             raise ValueError(
                 f"kda: {name} has shape {array.shape}, expected {shape}"
-                f" beside query {query.shape} and value {value.shape}"
+                f" beside {first} {query.shape} and value {value.shape}"
             )
     if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(f"kda: segment_ids are {segment_ids.dtype}, expected integers")

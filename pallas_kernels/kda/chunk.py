@@ -16,6 +16,8 @@ cumulative sum is differenced, and a decay of 0 separates documents exactly. In 
 decay is the transposed sum of the factors' own gradients: the pairs i = j, which hold no decay, never enter it, so they
 do not have to cancel.
 
+Without queries (context.py asks only for states) everything that q leads to is left out.
+
 Invariants: everything is fp32; row i uses nothing of a row after i (products with exact zeros apart).
 Layout: [B,H,C,*], beta [B,H,C,1]; log decays and their gradients stay as the caller has them, [B,C,H,K].
 """
@@ -96,6 +98,11 @@ def _second(x: Array, axis: int) -> Array:
     return lax.slice_in_dim(x, x.shape[axis] // 2, None, axis=axis)
 
 
+def _of_rows(pairs: np.ndarray, query: Array | None) -> np.ndarray:
+    """`pairs` for the rows that there are."""
+    return pairs if query is not None else pairs[..., : pairs.shape[-1], :]
+
+
 def _inverse(lower: Array, pairs: np.ndarray) -> Array:
     """(I + lower)^-1 of a strictly lower triangular matrix by joining blocks: 1 -> 2 -> ... -> C rows.
 
@@ -110,6 +117,16 @@ def _inverse(lower: Array, pairs: np.ndarray) -> Array:
     return inverse
 
 
+def _rows(query: Array | None, key: Array, factor: Array, axis: int) -> Array:
+    """[q; k] * factor, one above the other along `axis`, or k * factor alone."""
+    return key * factor if query is None else lax.concatenate([query * factor, key * factor], axis)
+
+
+def _split(x: Array, query: Array | None, axis: int) -> tuple[Array | None, Array]:
+    """What belongs to q and to k of an array whose rows are [q; k]."""
+    return (None, x) if query is None else (_first(x, axis), _second(x, axis))
+
+
 class _Parts(NamedTuple):
     """What both passes need of a chunk. [q; k] are stacked as rows wherever they meet the same matrix."""
 
@@ -121,15 +138,15 @@ class _Parts(NamedTuple):
     total: Array  # [B,H,K,1]: over the whole chunk
     rows_read: Array  # [B,H,2C,K]: [q; k] * read
     key_write: Array
-    scores: Array  # A
+    scores: Array | None  # A
     lower: Array  # L without its beta
     inverse: Array
-    answers: Array  # [B,H,C,V]: q's products with the state
+    answers: Array | None  # [B,H,C,V]: q's products with the state
     error: Array  # [B,H,C,V]: v minus k's products with the state
     update: Array  # V~
 
 
-def _parts(query: Array, key: Array, value: Array, log_decay: Array, beta: Array, state: Array) -> _Parts:
+def _parts(query: Array | None, key: Array, value: Array, log_decay: Array, beta: Array, state: Array) -> _Parts:
     batch, heads, length, width = key.shape
     sums, pairs, diagonal = tables(length)
     levels = pairs.shape[2]
@@ -140,32 +157,37 @@ def _parts(query: Array, key: Array, value: Array, log_decay: Array, beta: Array
     write = lax.index_in_dim(every_factor, levels + 1, 2, keepdims=False)
     total = lax.reshape(lax.slice_in_dim(read, length - 1, length, axis=2), (batch, heads, width, 1))
 
-    rows_levels = lax.concatenate([lax.expand_dims(query, (2,)) * factors, lax.expand_dims(key, (2,)) * factors], 3)
-    key_levels = _second(rows_levels, 3)
-    products = _sum_levels(_matmul_nt(rows_levels, key_levels) * pairs)
-    scores = _first(products, 2) + _row_sums(query * key, length) * diagonal
-    lower = _second(products, 2)
+    rows_levels = _rows(*(None if x is None else lax.expand_dims(x, (2,)) for x in (query, key)), factors, 3)
+    _, key_levels = _split(rows_levels, query, 3)
+    products = _sum_levels(_matmul_nt(rows_levels, key_levels) * _of_rows(pairs, query))
+    scores, lower = _split(products, query, 2)
+    if query is not None:
+        scores = scores + _row_sums(query * key, length) * diagonal
     inverse = _inverse(lower * beta, pairs)
 
-    rows_read = lax.concatenate([query * read, key * read], 2)
-    answers = _matmul(rows_read, state)
-    error = value - _second(answers, 2)
+    rows_read = _rows(query, key, read, 2)
+    answers, predicted = _split(_matmul(rows_read, state), query, 2)
+    error = value - predicted
     update = _matmul(inverse, beta * error)
     return _Parts(
         factors, rows_levels, key_levels, read, write, total, rows_read, key * write,
-        scores, lower, inverse, _first(answers, 2), error, update,
+        scores, lower, inverse, answers, error, update,
     )  # fmt: skip
 
 
-def forward(query: Array, key: Array, value: Array, log_decay: Array, beta: Array, state: Array) -> tuple[Array, Array]:
-    """One chunk: -> output [B,H,C,V] and the state after it [B,H,K,V]."""
+def forward(
+    query: Array | None, key: Array, value: Array, log_decay: Array, beta: Array, state: Array
+) -> tuple[Array | None, Array]:
+    """One chunk: -> output [B,H,C,V], None without queries, and the state after it [B,H,K,V]."""
     p = _parts(query, key, value, log_decay, beta, state)
-    return p.answers + _matmul(p.scores, p.update), p.total * state + _matmul_tn(p.key_write, p.update)
+    output = None if query is None else p.answers + _matmul(p.scores, p.update)
+    return output, p.total * state + _matmul_tn(p.key_write, p.update)
 
 
 def backward(
-    query: Array, key: Array, value: Array, log_decay: Array, beta: Array, state: Array, d_output: Array, d_state: Array
-) -> tuple[Array, ...]:
+    query: Array | None, key: Array, value: Array, log_decay: Array, beta: Array, state: Array,
+    d_output: Array | None, d_state: Array,
+) -> tuple[Array | None, ...]:  # fmt: skip
     """Gradients from those of the output and of the state after the chunk.
 
     -> d_query, d_key, d_value, d_log_decay, d_beta in their inputs' layouts, and that of the state before the chunk.
@@ -175,11 +197,13 @@ def backward(
     sums, pairs, diagonal = tables(length)
 
     # From o and S' to V~ and through the triangular solve. Rows [q; k] then receive [d_o; -d_v] from state and pairs.
-    d_update = _matmul_tn(p.scores, d_output) + _matmul(p.key_write, d_state)
+    d_update = _matmul(p.key_write, d_state)
+    if query is not None:
+        d_update = d_update + _matmul_tn(p.scores, d_output)
     d_solved = _matmul_tn(p.inverse, d_update)
     d_value = beta * d_solved
     d_beta = _row_sums(d_solved * (p.error - _matmul(p.lower, p.update)), 1)
-    d_rows = lax.concatenate([d_output, -d_value], 2)
+    d_rows = -d_value if query is None else lax.concatenate([d_output, -d_value], 2)
     d_rows_read = _matmul_nt(d_rows, state)
     d_products = _matmul_nt(d_rows, p.update)
     d_key_write = _matmul_nt(p.update, d_state)
@@ -187,20 +211,24 @@ def backward(
     d_state = p.total * d_state + _matmul_tn(p.rows_read, d_rows)
 
     # Through the pairs of each level: as rows, and key also as columns.
-    d_pairs = lax.expand_dims(d_products, (2,)) * pairs
-    d_rows_levels = _matmul(d_pairs, p.key_levels)
-    d_columns = _matmul_tn(d_pairs, p.rows_levels)
-    d_query_levels = p.factors * _first(d_rows_levels, 3)
-    d_key_levels = p.factors * (_second(d_rows_levels, 3) + d_columns)
-    d_diagonal = _row_sums(_first(d_products, 2) * diagonal, width)
-    d_query_read, d_key_read = p.read * _first(d_rows_read, 2), p.read * _second(d_rows_read, 2)
-    d_key_write = p.write * d_key_write
-    d_query = _sum_levels(d_query_levels) + d_query_read + d_diagonal * key
-    d_key = _sum_levels(d_key_levels) + d_key_read + d_key_write + d_diagonal * query
+    d_pairs = lax.expand_dims(d_products, (2,)) * _of_rows(pairs, query)
+    d_query_levels, d_key_levels = _split(_matmul(d_pairs, p.key_levels), query, 3)
+    d_query_read, d_key_read = _split(d_rows_read, query, 2)
+    d_key_levels = p.factors * (d_key_levels + _matmul_tn(d_pairs, p.rows_levels))
+    d_key_read, d_key_write = p.read * d_key_read, p.write * d_key_write
+    d_key = _sum_levels(d_key_levels) + d_key_read + d_key_write
+    # Each factor's gradient in the logarithm is the sum of what is multiplied by it times its gradient.
+    d_levels, d_read = lax.expand_dims(key, (2,)) * d_key_levels, key * d_key_read
+    d_query = None
+    if query is not None:
+        d_query_levels, d_query_read = p.factors * d_query_levels, p.read * d_query_read
+        d_diagonal = _row_sums(_first(d_products, 2) * diagonal, width)
+        d_query = _sum_levels(d_query_levels) + d_query_read + d_diagonal * key
+        d_key = d_key + d_diagonal * query
+        d_levels = d_levels + lax.expand_dims(query, (2,)) * d_query_levels
+        d_read = d_read + query * d_query_read
 
-    # Each factor's gradient in the logarithm, then back through the sums.
-    d_levels = lax.expand_dims(query, (2,)) * d_query_levels + lax.expand_dims(key, (2,)) * d_key_levels
-    d_read = query * d_query_read + key * d_key_read
+    # Back through the sums of log decays.
     d_end = lax.reshape(d_total, (batch, heads, 1, width))
     d_read = d_read + lax.pad(d_end, np.float32(0), ((0, 0, 0), (0, 0, 0), (length - 1, 0, 0), (0, 0, 0)))
     d_log_decay = (

@@ -18,16 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.kda.segments import DOCUMENT_START, PADDING
+from pallas_kernels.segments import DOCUMENT_START, PADDING
 
 NORM_EPSILON = 1e-6  # added to the sum of squares, not to their mean
 FORGET = -1e30  # a log decay whose exponential is exactly 0, and finite so that 0 * FORGET is 0
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call; shapes as in `kda`. `marks` [B,T] are those of segments.py; None: one document."""
+    """The arrays of one call; shapes as in `kda`. `marks` [B,T] are those of segments.py; None: one document.
 
-    query: Array
+    Without a query only the final state is asked for.
+    """
+
+    query: Array | None
     key: Array
     value: Array
     log_decay: Array
@@ -48,29 +51,32 @@ class Options(NamedTuple):
     state_every: int
 
 
-def keep_tokens(x: Array, marks: Array | None) -> Array:
+def keep_tokens(x: Array | None, marks: Array | None) -> Array | None:
     """x [B,T,...] with 0 at padding whatever it holds; the transpose does the same to the gradient."""
-    if marks is None:
+    if marks is None or x is None:
         return x
     kept = lax.broadcast_in_dim(lax.ne(marks, np.zeros((), marks.dtype)), x.shape, (0, 1))
     return lax.select(kept, x, lax.full_like(x, 0))
 
 
-def activate(inputs: Inputs, options: Options) -> tuple[Array, Array, Array, Array, Array]:
+def activate(inputs: Inputs, options: Options) -> tuple[Array | None, Array, Array, Array, Array]:
     """-> query, key, log_decay [B,T,HV,K], value [B,T,HV,V], beta [B,T,HV], all fp32, of the plain recurrence."""
     marks = inputs.marks
     # Masked before anything else is computed: 0 * NaN would not be 0.
-    query, key, value, raw_decay, beta = (
-        keep_tokens(x, marks).astype(jnp.float32)
-        for x in (inputs.query, inputs.key, inputs.value, inputs.log_decay, inputs.beta)
+    key, value, raw_decay, beta = (
+        keep_tokens(x, marks).astype(jnp.float32) for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta)
     )
-    if options.normalize_qk:
-        query, key = _normalize(query), _normalize(key)
     groups = value.shape[2] // key.shape[2]
-    if groups > 1:
-        query, key = _repeat_heads(query, groups), _repeat_heads(key, groups)
-    if options.scale != 1:
-        query = query * np.float32(options.scale)
+
+    def per_value_head(x: Array) -> Array:
+        x = _normalize(x) if options.normalize_qk else x
+        return _repeat_heads(x, groups) if groups > 1 else x
+
+    key, query = per_value_head(key), None
+    if inputs.query is not None:
+        query = per_value_head(keep_tokens(inputs.query, marks).astype(jnp.float32))
+        if options.scale != 1:
+            query = query * np.float32(options.scale)
     log_decay = raw_decay if inputs.a_log is None else _gate(raw_decay, inputs, options.lower_bound)
     if options.beta_is_logit:
         beta = lax.logistic(beta)

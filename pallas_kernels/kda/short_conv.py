@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.kda.inputs import keep_tokens
-from pallas_kernels.kda.segments import following, previous, take
+from pallas_kernels.segments import first_id, following, previous, take
 
 TAPS = 3  # tokens before the current one
 
@@ -131,12 +131,8 @@ def _tail(tokens: Array, ids: Array) -> Array:
 
 def _first_document(segment_ids: Array) -> Array:
     """[B,3]: the id of each row's first token; of a row of padding any id that is not 0."""
-    batch, length = segment_ids.shape
-    if length == 0:
-        return lax.full((batch, TAPS), 1, segment_ids.dtype)
-    first = jnp.argmax(segment_ids != 0, axis=1, keepdims=True)
-    first_id = take(segment_ids, first.astype(jnp.int32))
-    return lax.broadcast_in_dim(lax.squeeze(jnp.where(first_id == 0, 1, first_id), (1,)), (batch, TAPS), (0,))
+    first = first_id(segment_ids)
+    return lax.broadcast_in_dim(jnp.where(first == 0, 1, first), (first.shape[0], TAPS), (0,))
 
 
 def _check(x, weight, segment_ids, left, left_segment_ids):

@@ -3,7 +3,8 @@
 The sequence is cut in chunks (chunk.py); the carry of the scan is the state. Inputs stay where they are and each step
 cuts its piece, casts it to fp32 and applies gates, normalisation and masks to it (inputs.py), so nothing but the result
 is ever as long as the sequence. The backward pass scans the chunks in reverse and computes each again from the state at
-its start: the residuals are the inputs and one state for every `state_every` chunks.
+its start: the residuals are the inputs and one state for every `state_every` chunks. A single token, as in decoding, is
+one step of the recurrence instead.
 
 Invariants: fp32 inside whatever the inputs are; gradients in each input's dtype; a token is bitwise independent of
 later ones; exact zeros at padding.
@@ -16,18 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.kda import chunk
+from pallas_kernels.kda import chunk, reference
 from pallas_kernels.kda.inputs import Inputs, Options, activate, keep_tokens
-from pallas_kernels.kda.segments import TOKEN
+from pallas_kernels.segments import TOKEN
 
 CHUNK = 16  # measured best on CPUs from 8, 16 and 32, for 32 and 64 wide heads
 SEQUENCES = ("query", "key", "value", "log_decay", "beta", "marks")
 PARAMETERS = ("a_log", "dt_bias")
 
 
-def kda(inputs: Inputs, options: Options) -> tuple[Array, Array]:
-    """-> output [B,T,HV,V] in value's dtype, final_state [B,HV,K,V] fp32."""
+def kda(inputs: Inputs, options: Options) -> tuple[Array | None, Array]:
+    """-> output [B,T,HV,V] in value's dtype, None without queries, and final_state [B,HV,K,V] fp32."""
     batch, length = inputs.value.shape[:2]
+    if length == 1 and inputs.query is not None:  # a step of decoding: the recurrence itself is the least work
+        return reference.kda(inputs, options)
     chunks = max(1, -(-length // _chunk_length(length)))
     options = options._replace(state_every=min(options.state_every, chunks))
     missing = (chunks + -chunks % options.state_every) * _chunk_length(length) - length
@@ -38,7 +41,7 @@ def kda(inputs: Inputs, options: Options) -> tuple[Array, Array]:
         inputs = inputs._replace(marks=marks)
         inputs = inputs._replace(**{name: _pad(getattr(inputs, name), missing) for name in SEQUENCES})
     output, state = _kda(inputs, options)
-    return (output[:, :length] if missing else output), state
+    return (output[:, :length] if missing and output is not None else output), state
 
 
 def _chunk_length(length: int) -> int:
@@ -46,7 +49,9 @@ def _chunk_length(length: int) -> int:
     return min(CHUNK, max(2, 1 << (length - 1).bit_length()))
 
 
-def _pad(x: Array, count: int) -> Array:
+def _pad(x: Array | None, count: int) -> Array | None:
+    if x is None:
+        return None
     widths = [(0, 0, 0), (0, count, 0)] + [(0, 0, 0)] * (x.ndim - 2)
     return lax.pad(x, np.zeros((), x.dtype), widths)
 
@@ -64,9 +69,9 @@ def _put(x: Array, start: Array, part: Array) -> Array:
     return lax.dynamic_update_slice(x, part.astype(x.dtype), index, allow_negative_indices=False)
 
 
-def _heads_first(x: Array) -> Array:
+def _heads_first(x: Array | None) -> Array | None:
     """[B,C,H,*] <-> [B,H,C,*]."""
-    return lax.transpose(x, (0, 2, 1, *range(3, x.ndim)))
+    return None if x is None else lax.transpose(x, (0, 2, 1, *range(3, x.ndim)))
 
 
 def _cut_inputs(inputs: Inputs, start: Array, size: int) -> Inputs:
@@ -94,7 +99,7 @@ def _starts(inputs: Inputs, options: Options) -> tuple[np.ndarray, int]:
     return np.arange(0, length, size, dtype=np.int32).reshape(-1, options.state_every), size
 
 
-def _forward(inputs: Inputs, options: Options) -> tuple[Array, Array, Array]:
+def _forward(inputs: Inputs, options: Options) -> tuple[Array | None, Array, Array]:
     """-> output, final state, and the states before each group of `state_every` chunks [groups,B,H,K,V]."""
     starts, size = _starts(inputs, options)
 
@@ -102,13 +107,14 @@ def _forward(inputs: Inputs, options: Options) -> tuple[Array, Array, Array]:
         state, output = carry
         piece = _cut_inputs(inputs, start, size)
         part, state = chunk.forward(*_prepare(piece, options), state)
-        output = _put(output, start, keep_tokens(_heads_first(part), piece.marks))
+        if part is not None:
+            output = _put(output, start, keep_tokens(_heads_first(part), piece.marks))
         return (state, output), None
 
     def one_group(carry: tuple[Array, Array], starts: Array) -> tuple[tuple[Array, Array], Array]:
         return lax.scan(one_chunk, carry, starts)[0], carry[0]
 
-    output = lax.full(inputs.value.shape, 0, inputs.value.dtype)
+    output = None if inputs.query is None else lax.full(inputs.value.shape, 0, inputs.value.dtype)
     (state, output), states = lax.scan(one_group, (_first_state(inputs), output), starts)
     return output, state, states
 
@@ -131,7 +137,8 @@ def _kda_backward(options: Options, residuals: tuple[Inputs, Array], gradients: 
     d_output, d_state = gradients
     starts, size = _starts(inputs, options)
     parameters = [name for name in PARAMETERS if getattr(inputs, name) is not None]
-    differentiable = [*SEQUENCES[:-1], *parameters]
+    sequences = [name for name in SEQUENCES[:-1] if getattr(inputs, name) is not None]
+    differentiable = [*sequences, *parameters]
 
     def states_inside(state: Array, starts: Array) -> Array:
         """The state before each chunk of a group."""
@@ -154,7 +161,9 @@ def _kda_backward(options: Options, residuals: tuple[Inputs, Array], gradients: 
         arrays = {name: getattr(piece, name) for name in differentiable}
         arrays |= {name: arrays[name].astype(jnp.float32) for name in parameters}
         prepared, pull_back = jax.vjp(prepare, arrays)
-        d_part = keep_tokens(_cut(d_output, start, size).astype(jnp.float32), piece.marks)
+        d_part = None
+        if d_output is not None:
+            d_part = keep_tokens(_cut(d_output, start, size).astype(jnp.float32), piece.marks)
         *d_prepared, d_state = chunk.backward(*prepared, state, _heads_first(d_part), d_state)
         (parts,) = pull_back(tuple(d_prepared))
         sums = {

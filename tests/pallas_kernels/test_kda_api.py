@@ -91,18 +91,6 @@ def test_no_tokens(implementation):
     assert (gradients["a_log"] == 0).all() and (gradients["dt_bias"] == 0).all()
 
 
-def test_states_kept_do_not_change_results():
-    """A state for every 1, 2 (chunks left over) and 100 chunks (all computed again from the first)."""
-    inputs = arrays()
-    output, state, gradients = results(inputs, *probes(inputs))
-    for state_every in (2, 100):
-        other_output, other_state, other_gradients = results(inputs, *probes(inputs), state_every=state_every)
-        assert_close(other_output, output, 1e-6, "output")
-        assert_close(other_state, state, 1e-6, "state")
-        for name, gradient in gradients.items():
-            assert_close(other_gradients[name], gradient, 2e-6, name)
-
-
 def test_final_state_goes_on():
     """Two parts, the second from the final state of the first, are the whole."""
     inputs = arrays()

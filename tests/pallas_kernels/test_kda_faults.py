@@ -145,49 +145,6 @@ def test_later_tokens_change_no_bit(length, width, dtype, implementation):
             np.testing.assert_array_equal(other_gradients[of], gradients[of], err_msg=(name, of))
 
 
-# O04: sequences shorter than a chunk, or one token longer, failed.
-
-
-LONGEST = 129
-
-
-@functools.cache
-def longest():
-    """Inputs and output gradients of the longest sequence, of which every test takes the beginning."""
-    rng = np.random.default_rng(2)
-    heads, width, value_width = 2, 6, 4
-    shape = (1, LONGEST, heads, width)
-    key = rng.normal(size=shape)
-    inputs = {
-        "query": rng.normal(size=shape), "key": key / np.linalg.norm(key, axis=-1, keepdims=True),
-        "value": rng.normal(size=(1, LONGEST, heads, value_width)),
-        "log_decay": -rng.exponential(0.3, shape), "beta": rng.uniform(0, 1, shape[:3]),
-        "initial_state": rng.normal(size=(1, heads, width, value_width)),
-    }  # fmt: skip
-    inputs = {name: x.astype(np.float32) for name, x in inputs.items()}
-    d_output, d_state = (rng.normal(size=inputs[name].shape).astype(np.float32) for name in ("value", "initial_state"))
-    return inputs, d_output, d_state
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 16, 17, 65, LONGEST, *map(slow, (5, 15, 31, 63, 64, 127))])
-def test_any_length_trains(length):
-    """Chunks against the token scan of all 129 tokens, where those beyond `length` write nothing and decay nothing."""
-    inputs, d_output, d_state = longest()
-    begin = {name: x if name == "initial_state" else x[:, :length] for name, x in inputs.items()}
-    actual = outputs_and_gradients(begin, d_output[:, :length], d_state)
-
-    whole = {name: x.copy() for name, x in inputs.items()}
-    for name in ("key", "log_decay", "beta"):
-        whole[name][:, length:] = 0
-    d_output = d_output * (np.arange(LONGEST) < length)[None, :, None, None].astype(np.float32)
-    expected = outputs_and_gradients(whole, d_output, d_state, implementation="reference")
-    assert_close(actual[0], expected[0][:, :length], 1e-5, "output")
-    assert_close(actual[1], expected[1], 1e-5, "state")
-    for name, gradient in actual[2].items():
-        other = expected[2][name]
-        assert_close(gradient, other if name == "initial_state" else other[:, :length], 2e-5, f"d {name}")
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_three_tokens_by_hand(implementation):
     """Correcting before decaying would give o_2 = [2.34, -0.92]."""

@@ -1,4 +1,4 @@
-"""Gradients of kda where they are easily lost: before any later token, at a gate's kink, under vmap."""
+"""Gradients of kda where they are easily lost: at a gate's kink, under vmap."""
 
 import jax
 import jax.numpy as jnp
@@ -28,28 +28,6 @@ def results(inputs, d_output):
 
     output, pull_back = jax.vjp(call, inputs)
     return output, pull_back(d_output)[0]
-
-
-def test_every_border_is_causal_to_the_bit():
-    """Tokens from `start` on are replaced; starts in, at and beside the borders of tiles and chunks of 16."""
-    inputs = arrays()
-    probe = np.random.default_rng(1).normal(size=inputs["value"].shape).astype(np.float32)
-    run = jax.jit(results)
-    changes = [{"log_decay": z} for z in (-30.0, 0.0, 30.0)] + [{"query": 2.0, "key": -1.0, "value": 5.0, "beta": 3.0}]
-    for start in (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 48, 63, 64, 65, 69):
-        seen = probe * (np.arange(LENGTH) < start)[None, :, None, None].astype(np.float32)
-        output, gradients = run(inputs, seen)
-        for change in changes:
-            edited = {name: x.copy() for name, x in inputs.items()}
-            for name, content in change.items():
-                edited[name][:, start:] = content
-            other_output, other_gradients = run(edited, seen)
-            assert (other_output != output).any()
-            np.testing.assert_array_equal(other_output[:, :start], output[:, :start], err_msg=f"{start} {change}")
-            for name in ARGUMENTS:
-                one, two = gradients[name], other_gradients[name]
-                np.testing.assert_array_equal(two[:, :start], one[:, :start], err_msg=f"{start} {change} {name}")
-                assert (one[:, start:] == 0).all() and (two[:, start:] == 0).all(), (start, change, name)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])

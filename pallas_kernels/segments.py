@@ -56,5 +56,21 @@ def marks(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return (starts + np.int32(TOKEN)) * lax.ne(segment_ids, zero).astype(np.int32)
 
 
+def starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """First position of each position's document; at padding that of the document before, 0 where there is none."""
+    positions = _token_positions(segment_ids, 0)
+    first = lax.eq(marks(segment_ids), np.int32(DOCUMENT_START))
+    return lax.cummax(lax.select(first, positions, lax.full_like(positions, 0)), axis=1)
+
+
+def first_id(segment_ids: Int[Array, "B T"]) -> Int[Array, "B"]:
+    """Document of each row's first token that is not padding; 0 where there is none."""
+    batch, length = segment_ids.shape
+    if length == 0:
+        return lax.full((batch,), 0, segment_ids.dtype)
+    position = lax.argmax(lax.ne(segment_ids, _zero(segment_ids)), 1, np.int32)
+    return lax.squeeze(take(segment_ids, lax.expand_dims(position, (1,))), (1,))
+
+
 def _zero(x: Array) -> np.ndarray:
     return np.zeros((), x.dtype)
