@@ -9,7 +9,7 @@ Work: [B,T,H,K] = [1,2048,8,64], V = 64, fp32, output, and output and gradients 
     recurrence    our oracle, token by token (forward only)
 Sides take turns in one process. CPU seconds count all threads and hardly change with other load; memory is what the
 compiled program says it needs besides inputs and outputs. Then: time per token from 2,048 to 32,768 tokens. `--long`
-adds one head over 1,048,576 tokens, forward and backward, with the largest size of the process.
+runs one head over 1,048,576 tokens instead, forward and backward, and prints the largest size of the process.
 """
 
 import argparse
@@ -90,12 +90,32 @@ def torch_sides(inputs: tuple[jax.Array, ...]) -> tuple[Side, Side]:
     return Side(forward, None), Side(backward, None)
 
 
+def long() -> None:
+    """One head over 1,048,576 tokens; run alone, as the size of the process is one of its figures."""
+    length = 2**20
+    operation = functools.partial(ours, implementation="xla", state_every=8)
+    side = compiled(functools.partial(both, operation), *arrays(1, length, 1, SHAPE[3]))
+    wall, cpu = time.perf_counter(), time.process_time()
+    results = side.run()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(results))
+    print(
+        f"{length:,} tokens of 1 head, forward and backward: {cpu:.1f} CPU s, {wall:.1f} s,"
+        f" {side.temporary / 2**20:.0f} MiB temporary,"
+        f" largest size of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB,"
+        f" {'all finite' if finite else 'NOT finite'}"
+    )
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--long", action="store_true", help="also 1,048,576 tokens of one head")
+    parser.add_argument("--long", action="store_true", help="1,048,576 tokens of one head instead")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    if options.long:
+        long()
+        return
     inputs = arrays(*SHAPE)
     operation = functools.partial(ours, implementation="xla")
     forward, backward = (
@@ -132,20 +152,6 @@ def main() -> None:
     print("forward and backward, microseconds of CPU time per token:")
     for length in lengths:
         print(f"  {length:9,d} tokens  {1e6 * figures[str(length)].cpu / length:7.1f}")
-
-    if options.long:
-        length = 2**20
-        sparing = functools.partial(ours, implementation="xla", state_every=8)
-        side = compiled(functools.partial(both, sparing), *arrays(1, length, 1, SHAPE[3]))
-        wall, cpu = time.perf_counter(), time.process_time()
-        results = side.run()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(results))
-        print(
-            f"{length:,} tokens of 1 head: {cpu:.1f} CPU s, {wall:.1f} s, {side.temporary / 2**20:.0f} MiB temporary,"
-            f" largest size of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB,"
-            f" {'all finite' if finite else 'NOT finite'}"
-        )
 
 
 if __name__ == "__main__":

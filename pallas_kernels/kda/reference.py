@@ -13,6 +13,15 @@ from jax import Array, lax
 from pallas_kernels.kda.inputs import Inputs, Options, activate, keep_tokens
 
 
+def token(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
+    """One token of all heads: query, key, log_decay [B,H,K], value [B,H,V], beta [B,H] -> state after it, output."""
+    q, k, v, g, b = x
+    state = jnp.exp(g)[..., None] * state
+    error = v - jnp.einsum("bhkv,bhk->bhv", state, k, precision="highest")
+    state = state + (b[..., None] * k)[..., None] * error[..., None, :]
+    return state, jnp.einsum("bhkv,bhk->bhv", state, q, precision="highest")
+
+
 def kda(inputs: Inputs, options: Options) -> tuple[Array, Array]:
     """-> output [B,T,HV,V] in value's dtype, final_state [B,HV,K,V] fp32."""
     query, key, value, log_decay, beta = activate(inputs, options)
@@ -21,13 +30,6 @@ def kda(inputs: Inputs, options: Options) -> tuple[Array, Array]:
         state = jnp.zeros((batch, heads, key.shape[-1], width), jnp.float32)
     else:
         state = inputs.initial_state.astype(jnp.float32)
-
-    def token(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, g, b = x
-        state = jnp.exp(g)[..., None] * state
-        error = v - jnp.einsum("bhkv,bhk->bhv", state, k, precision="highest")
-        state = state + (b[..., None] * k)[..., None] * error[..., None, :]
-        return state, jnp.einsum("bhkv,bhk->bhv", state, q, precision="highest")
 
     time_first = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, log_decay, beta)]
     state, output = lax.scan(token, state, tuple(time_first))

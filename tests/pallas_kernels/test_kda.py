@@ -8,11 +8,26 @@ import pytest
 from golden_files import assert_close
 from kda_cases import BUILD, SEGMENT_IDS, case
 
-from pallas_kernels.kda import kda
+from pallas_kernels.kda import kda, xla
 from pallas_kernels.kda.api import IMPLEMENTATIONS
 
 FORWARD, GRADIENT = 1e-6, 5e-6  # max|difference| / max|expected|
 PER_TOKEN = "query", "key", "value", "log_decay", "beta"
+
+
+# "products" is what `xla` does on accelerators, and on CPUs for wide heads: forward, too, by products of matrices.
+WAYS = [*IMPLEMENTATIONS, "products"]
+
+
+@pytest.fixture
+def way(request, monkeypatch):
+    """The implementation to name, after arranging that it goes the way that the test is about."""
+    if request.param != "products":
+        return request.param
+    monkeypatch.setattr(xla, "IN_CACHE", 0)
+    request.addfinalizer(results.clear_cache)
+    results.clear_cache()
+    return "xla"
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "options"))
@@ -43,9 +58,9 @@ def assert_right(name, implementation, **more):
 
 
 @pytest.mark.parametrize("name", BUILD)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_case(name, implementation):
-    assert_right(name, implementation)
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+def test_case(name, way):
+    assert_right(name, way)
 
 
 @pytest.mark.parametrize("state_every", [2, 100])
