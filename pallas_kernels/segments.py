@@ -2,7 +2,8 @@
 
 A document is a maximal run of equal non-zero ids; id 0 is padding, which is skipped: the run goes on behind it. An id
 never returns in a row once another document has begun.
-Invariant: apart from `following`, everything here depends on the ids at or before a position, never on later ones.
+Invariant: apart from `following` and `first_id`, everything here depends on the ids at or before a position, never on
+later ones.
 """
 
 import numpy as np
@@ -10,6 +11,17 @@ from jax import Array, lax
 from jaxtyping import Int
 
 PADDING, TOKEN, DOCUMENT_START = 0, 1, 2
+
+
+def keep_tokens(x: Array | None, ids: Array | None) -> Array | None:
+    """x [B,T,...] with 0 where `ids` [B,T] (segment ids or marks) are 0, whatever it holds; so does the transpose.
+
+    Without x or ids x as it is.
+    """
+    if ids is None or x is None:
+        return x
+    kept = lax.broadcast_in_dim(lax.ne(ids, _zero(ids)), x.shape, (0, 1))
+    return lax.select(kept, x, lax.full_like(x, 0))
 
 
 def take(x: Array, index: Int[Array, "B N"]) -> Array:
@@ -57,7 +69,7 @@ def marks(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def starts(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """First position of each position's document; at padding that of the document before, 0 where there is none."""
+    """First position of each position's document, 0 for the row's first one; at padding that of the document before."""
     positions = _token_positions(segment_ids, 0)
     first = lax.eq(marks(segment_ids), np.int32(DOCUMENT_START))
     return lax.cummax(lax.select(first, positions, lax.full_like(positions, 0)), axis=1)

@@ -4,15 +4,16 @@
     output[t,h]  = sum_s softmax_s(logit[h,t])_s value[s,h]
 
 over s <= t of the same document (k3.md 2.2; Kimi K3 report, Eq 7). Invariant: position t is bitwise independent of
-all finite numbers at later positions and in other documents; padding may hold anything.
+whatever stands at later positions and in other documents as long as no product overflows; padding may hold anything.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import select
 from pallas_kernels.attention import xla
 
-_IMPLEMENTATIONS = {"xla": xla.attention}
+IMPLEMENTATIONS = {"xla": xla.attention}
 
 
 def mla_attention(
@@ -40,6 +41,7 @@ def mla_attention(
     Returns:
         output: [B, T, H, V] in value's dtype; logits, softmax and sums are fp32. Memory is linear in T.
         row_max: [B, H, T] fp32, the largest scaled logit of each query (for QK-Clip). It carries no gradient.
+        Both can be differentiated once, in reverse.
 
     Raises:
         ValueError: shapes that do not belong together, an unknown implementation.
@@ -53,6 +55,8 @@ def mla_attention(
         raise ValueError(f"mla_attention: query's channels must be key's and key_shared's together: {shapes}")
     if segment_ids is not None and segment_ids.shape != query.shape[:2]:
         raise ValueError(f"mla_attention: segment_ids {query.shape[:2]} expected, got {segment_ids.shape}")
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"mla_attention: segment_ids are {segment_ids.dtype}, expected integers")
     scale = query.shape[3] ** -0.5 if scale is None else scale
     arguments = query, key, key_shared, value, segment_ids, scale
-    return select.run("mla_attention", _IMPLEMENTATIONS, implementation, *arguments)
+    return select.run("mla_attention", IMPLEMENTATIONS, implementation, *arguments)

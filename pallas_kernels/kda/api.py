@@ -1,18 +1,16 @@
-"""Kimi Delta Attention: what callers see, and every check of what they hand over.
+"""Kimi Delta Attention: what callers see.
 
     S_t = (I - beta_t k_t k_t^T) Diag(e^log_decay_t) S_{t-1} + beta_t k_t v_t^T;     o_t = scale * S_t^T q_t
 
 Invariant: the result does not depend on the implementation, apart from rounding.
 """
 
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import select
 from pallas_kernels.kda import reference, xla
-from pallas_kernels.kda.inputs import Inputs, Options
-from pallas_kernels.segments import marks
+from pallas_kernels.kda.inputs import prepare
 
 IMPLEMENTATIONS = {"xla": xla.kda, "reference": reference.kda}  # most preferred first
 
@@ -59,74 +57,28 @@ def kda(
 
     Returns:
         The output, and the fp32 state after the last token that is not padding. Sums are in fp32 throughout;
-        gradients come back in each input's dtype. T may be 0. The output at t does not depend, to the bit, on
-        anything finite at t' > t.
+        gradients come back in each input's dtype. T may be 0. The output at t, and gradients at t of a loss on
+        outputs up to t, do not depend, to the bit, on anything at t' > t from which no product overflows fp32.
 
     Raises:
         ValueError: a shape or an option that does not fit.
         NotImplementedError: the named implementation does not take this case.
     """
-    check(query, key, value, log_decay, beta, a_log, dt_bias, lower_bound, initial_state, segment_ids, state_every)
-    inputs, options = gather(
-        query, key, value, log_decay, beta, scale, a_log, dt_bias, lower_bound, normalize_qk, beta_is_logit,
-        initial_state, segment_ids, state_every,
-    )  # fmt: skip
-    return select.run("kda", IMPLEMENTATIONS, implementation, inputs, options)
-
-
-def gather(
-    query, key, value, log_decay, beta, scale, a_log, dt_bias, lower_bound, normalize_qk, beta_is_logit,
-    initial_state, segment_ids, state_every,
-) -> tuple[Inputs, Options]:  # fmt: skip
-    """The arguments of `kda` as the implementations take them; query may be None."""
-    documents = None if segment_ids is None else marks(segment_ids)
-    inputs = Inputs(query, key, value, log_decay, beta, a_log, dt_bias, initial_state, documents)
-    options = Options(
-        scale=key.shape[3] ** -0.5 if scale is None else float(scale),
-        lower_bound=None if lower_bound is None else float(lower_bound),
+    inputs, options = prepare(
+        "kda",
+        query,
+        key,
+        value,
+        log_decay,
+        beta,
+        scale=scale,
+        a_log=a_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
         normalize_qk=normalize_qk,
         beta_is_logit=beta_is_logit,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
         state_every=state_every,
     )
-    return inputs, options
-
-
-def check(query, key, value, log_decay, beta, a_log, dt_bias, lower_bound, initial_state, segment_ids, state_every):
-    """Raises ValueError, with the shapes, for arguments of `kda` that do not fit; query may be None."""
-    first, query = ("key", key) if query is None else ("query", query)
-    if query.ndim != 4:
-        raise ValueError(f"kda: {first} has shape {query.shape}, expected [B, T, H, K]")
-    if value.ndim != 4:
-        raise ValueError(f"kda: value has shape {value.shape}, expected [B, T, HV, V]")
-    batch, length, heads, width = query.shape
-    value_heads, value_width = value.shape[2:]
-    if min(width, value_width, heads, value_heads) < 1:
-        raise ValueError(f"kda: {first} {query.shape} and value {value.shape} need at least one head and one channel")
-    if value_heads % heads:
-        raise ValueError(
-            f"kda: value's heads must be a multiple of query's: value has shape {value.shape}, {first} {query.shape}"
-        )
-    expected = {
-        "key": (key, (batch, length, heads, width)),
-        "value": (value, (batch, length, value_heads, value_width)),
-        "log_decay": (log_decay, (batch, length, value_heads, width)),
-        "beta": (beta, (batch, length, value_heads)),
-        "a_log": (a_log, (value_heads,)),
-        "dt_bias": (dt_bias, (value_heads, width)),
-        "initial_state": (initial_state, (batch, value_heads, width, value_width)),
-        "segment_ids": (segment_ids, (batch, length)),
-    }
-    for name, (array, shape) in expected.items():
-        if array is not None and array.shape != shape:
-            raise ValueError(
-                f"kda: {name} has shape {array.shape}, expected {shape}"
-                f" beside {first} {query.shape} and value {value.shape}"
-            )
-    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(f"kda: segment_ids are {segment_ids.dtype}, expected integers")
-    if a_log is None and (dt_bias is not None or lower_bound is not None):
-        raise ValueError("kda: dt_bias and lower_bound belong to the gate, which needs a_log")
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"kda: lower_bound is {lower_bound}, expected a negative log decay")
-    if not isinstance(state_every, int) or state_every < 1:
-        raise ValueError(f"kda: state_every is {state_every!r}, expected an integer >= 1")
+    return select.run("kda", IMPLEMENTATIONS, implementation, inputs, options)

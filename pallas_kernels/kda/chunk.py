@@ -18,7 +18,8 @@ do not have to cancel.
 
 Without queries (context.py asks only for states) everything that q leads to is left out.
 
-Invariants: everything is fp32; row i uses nothing of a row after i (products with exact zeros apart).
+Invariants: everything is fp32; row i uses nothing of a row after i, apart from products with exact zeros, which are
+zeros as long as no product overflows.
 Layout: [B,H,C,*], beta [B,H,C,1]; log decays and their gradients stay as the caller has them, [B,C,H,K].
 """
 
@@ -128,11 +129,11 @@ def _split(x: Array, query: Array | None, axis: int) -> tuple[Array | None, Arra
 
 
 class _Parts(NamedTuple):
-    """What both passes need of a chunk. [q; k] are stacked as rows wherever they meet the same matrix."""
+    """What both passes need of a chunk. [q; k] are stacked, 2C rows, where they meet the same matrix; or k is alone."""
 
     factors: Array  # [B,H,levels,C,K]
     rows_levels: Array  # [B,H,levels,2C,K]: [q; k] * factors
-    key_levels: Array  # [B,H,levels,C,K]: its lower half
+    key_levels: Array  # [B,H,levels,C,K]: its rows of k
     read: Array  # [B,H,C,K]: decay from the chunk's start
     write: Array  # [B,H,C,K]: decay to the chunk's end
     total: Array  # [B,H,K,1]: over the whole chunk

@@ -18,7 +18,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.kda import api, xla
+from pallas_kernels.kda import xla
+from pallas_kernels.kda.inputs import prepare
 from pallas_kernels.segments import first_id
 
 
@@ -55,7 +56,21 @@ def summarize(
     Raises:
         ValueError: a shape or an option that does not fit.
     """
-    api.check(None, key, value, log_decay, beta, a_log, dt_bias, lower_bound, None, segment_ids, state_every)
+    inputs, options = prepare(
+        "summarize",
+        None,
+        key,
+        value,
+        log_decay,
+        beta,
+        a_log=a_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        normalize_qk=normalize_qk,
+        beta_is_logit=beta_is_logit,
+        segment_ids=segment_ids,
+        state_every=state_every,
+    )
     batch, _, heads, width = value.shape
     keys = key.shape[3]
     identity = np.concatenate([np.zeros((keys, width), np.float32), np.eye(keys, dtype=np.float32)], axis=1)
@@ -63,11 +78,7 @@ def summarize(
     if left_segment_id is not None:
         start = enter(start, segment_ids, left_segment_id)
     wide = lax.pad(value, np.zeros((), value.dtype), ((0, 0, 0),) * 3 + ((0, keys, 0),))
-    inputs, options = api.gather(
-        None, key, wide, log_decay, beta, None, a_log, dt_bias, lower_bound, normalize_qk, beta_is_logit, start,
-        segment_ids, state_every,
-    )  # fmt: skip
-    _, state = xla.kda(inputs, options)
+    _, state = xla.kda(inputs._replace(value=wide, initial_state=start), options)
     return Summary(state[..., width:], state[..., :width])
 
 

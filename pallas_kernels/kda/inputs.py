@@ -1,4 +1,4 @@
-"""From what the caller hands over to what the recurrence consumes: masks, gates, normalisation, head groups.
+"""From what the caller hands over to what the recurrence consumes: checks, masks, gates, normalisation, head groups.
 
     q = scale * n(query), k = n(key);  n(x) = x / sqrt(sum x^2 + 1e-6) or x
     log_decay as given, or with a_log and z = raw + dt_bias:  -e^a_log softplus(z), or bound * sigmoid(e^a_log z)
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.segments import DOCUMENT_START, PADDING
+from pallas_kernels.segments import DOCUMENT_START, PADDING, keep_tokens, marks
 
 NORM_EPSILON = 1e-6  # added to the sum of squares, not to their mean
 FORGET = -1e30  # a log decay whose exponential is exactly 0, and finite so that 0 * FORGET is 0
@@ -27,7 +27,7 @@ FORGET = -1e30  # a log decay whose exponential is exactly 0, and finite so that
 class Inputs(NamedTuple):
     """The arrays of one call; shapes as in `kda`. `marks` [B,T] are those of segments.py; None: one document.
 
-    Without a query only the final state is asked for.
+    Without a query only the final state is asked for, which `xla` alone takes.
     """
 
     query: Array | None
@@ -51,20 +51,83 @@ class Options(NamedTuple):
     state_every: int
 
 
-def keep_tokens(x: Array | None, marks: Array | None) -> Array | None:
-    """x [B,T,...] with 0 at padding whatever it holds; the transpose does the same to the gradient."""
-    if marks is None or x is None:
-        return x
-    kept = lax.broadcast_in_dim(lax.ne(marks, np.zeros((), marks.dtype)), x.shape, (0, 1))
-    return lax.select(kept, x, lax.full_like(x, 0))
+def prepare(
+    operation: str,
+    query: Array | None,
+    key: Array,
+    value: Array,
+    log_decay: Array,
+    beta: Array,
+    *,
+    scale: float | None = None,
+    a_log: Array | None = None,
+    dt_bias: Array | None = None,
+    lower_bound: float | None = None,
+    normalize_qk: bool = False,
+    beta_is_logit: bool = False,
+    initial_state: Array | None = None,
+    segment_ids: Array | None = None,
+    state_every: int = 1,
+) -> tuple[Inputs, Options]:
+    """Checks the arguments of `kda` and packs them up; query may be None. `operation` is the name in messages.
+
+    Raises:
+        ValueError: a shape or an option that does not fit.
+    """
+    rows, of_rows = ("key", key) if query is None else ("query", query)
+    if of_rows.ndim != 4:
+        raise ValueError(f"{operation}: {rows} has shape {of_rows.shape}, expected [B, T, H, K]")
+    if value.ndim != 4:
+        raise ValueError(f"{operation}: value has shape {value.shape}, expected [B, T, HV, V]")
+    batch, length, heads, width = of_rows.shape
+    value_heads, value_width = value.shape[2:]
+    beside = f"{rows} {of_rows.shape} and value {value.shape}"
+    if min(width, value_width, heads, value_heads) < 1:
+        raise ValueError(f"{operation}: {beside} need at least one head and one channel")
+    if value_heads % heads:
+        raise ValueError(
+            f"{operation}: value's heads must be a multiple of {rows}'s: value has shape {value.shape},"
+            f" {rows} {of_rows.shape}"
+        )
+    expected = {
+        "key": (key, (batch, length, heads, width)),
+        "value": (value, (batch, length, value_heads, value_width)),
+        "log_decay": (log_decay, (batch, length, value_heads, width)),
+        "beta": (beta, (batch, length, value_heads)),
+        "a_log": (a_log, (value_heads,)),
+        "dt_bias": (dt_bias, (value_heads, width)),
+        "initial_state": (initial_state, (batch, value_heads, width, value_width)),
+        "segment_ids": (segment_ids, (batch, length)),
+    }
+    for name, (array, shape) in expected.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{operation}: {name} has shape {array.shape}, expected {shape} beside {beside}")
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"{operation}: segment_ids are {segment_ids.dtype}, expected integers")
+    if a_log is None and (dt_bias is not None or lower_bound is not None):
+        raise ValueError(f"{operation}: dt_bias and lower_bound belong to the gate, which needs a_log")
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"{operation}: lower_bound is {lower_bound}, expected a negative log decay")
+    if not isinstance(state_every, int) or state_every < 1:
+        raise ValueError(f"{operation}: state_every is {state_every!r}, expected an integer >= 1")
+    documents = None if segment_ids is None else marks(segment_ids)
+    inputs = Inputs(query, key, value, log_decay, beta, a_log, dt_bias, initial_state, documents)
+    options = Options(
+        scale=width**-0.5 if scale is None else float(scale),
+        lower_bound=None if lower_bound is None else float(lower_bound),
+        normalize_qk=normalize_qk,
+        beta_is_logit=beta_is_logit,
+        state_every=state_every,
+    )
+    return inputs, options
 
 
 def activate(inputs: Inputs, options: Options) -> tuple[Array | None, Array, Array, Array, Array]:
-    """-> query, key, log_decay [B,T,HV,K], value [B,T,HV,V], beta [B,T,HV], all fp32, of the plain recurrence."""
-    marks = inputs.marks
+    """-> query, key [B,T,HV,K], value [B,T,HV,V], log_decay [B,T,HV,K], beta [B,T,HV] of the plain recurrence, fp32."""
+    documents = inputs.marks
     # Masked before anything else is computed: 0 * NaN would not be 0.
     key, value, raw_decay, beta = (
-        keep_tokens(x, marks).astype(jnp.float32) for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta)
+        keep_tokens(x, documents).astype(jnp.float32) for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta)
     )
     groups = value.shape[2] // key.shape[2]
 
@@ -74,17 +137,17 @@ def activate(inputs: Inputs, options: Options) -> tuple[Array | None, Array, Arr
 
     key, query = per_value_head(key), None
     if inputs.query is not None:
-        query = per_value_head(keep_tokens(inputs.query, marks).astype(jnp.float32))
+        query = per_value_head(keep_tokens(inputs.query, documents).astype(jnp.float32))
         if options.scale != 1:
             query = query * np.float32(options.scale)
     log_decay = raw_decay if inputs.a_log is None else _gate(raw_decay, inputs, options.lower_bound)
     if options.beta_is_logit:
         beta = lax.logistic(beta)
-    if marks is not None:
-        marks = lax.expand_dims(marks, (2, 3))
+    if documents is not None:
+        documents = lax.expand_dims(documents, (2, 3))
         if inputs.a_log is not None:
-            log_decay = log_decay * lax.ne(marks, np.int32(PADDING)).astype(jnp.float32)
-        log_decay = log_decay + lax.eq(marks, np.int32(DOCUMENT_START)).astype(jnp.float32) * np.float32(FORGET)
+            log_decay = log_decay * lax.ne(documents, np.int32(PADDING)).astype(jnp.float32)
+        log_decay = log_decay + lax.eq(documents, np.int32(DOCUMENT_START)).astype(jnp.float32) * np.float32(FORGET)
     return query, key, value, log_decay, beta
 
 

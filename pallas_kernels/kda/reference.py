@@ -1,4 +1,4 @@
-"""KDA token by token: the oracle that every other implementation is measured against.
+"""KDA token by token: the recurrence as it is written.
 
     S_t = (I - beta_t k_t k_t^T) Diag(e^log_decay_t) S_{t-1} + beta_t k_t v_t^T;     o_t = S_t^T q_t
 
@@ -10,11 +10,15 @@ Invariant: a plain scan in fp32, differentiated by JAX; nothing here is arranged
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.kda.inputs import Inputs, Options, activate, keep_tokens
+from pallas_kernels.kda.inputs import Inputs, Options, activate
+from pallas_kernels.segments import keep_tokens
 
 
 def token(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
-    """One token of all heads: query, key, log_decay [B,H,K], value [B,H,V], beta [B,H] -> state after it, output."""
+    """One token: state [B,H,K,V], (query, key [B,H,K], value [B,H,V], log_decay [B,H,K], beta [B,H]).
+
+    -> the state after it, output [B,H,V].
+    """
     q, k, v, g, b = x
     state = jnp.exp(g)[..., None] * state
     error = v - jnp.einsum("bhkv,bhk->bhv", state, k, precision="highest")

@@ -15,8 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.kda.inputs import keep_tokens
-from pallas_kernels.segments import first_id, following, previous, take
+from pallas_kernels.segments import first_id, following, keep_tokens, previous, take
 
 TAPS = 3  # tokens before the current one
 

@@ -2,13 +2,14 @@
 
 The sequence is cut in chunks (chunk.py); the carry of the scan is the state. Inputs stay where they are and each step
 cuts its piece, casts it to fp32 and applies gates, normalisation and masks to it (inputs.py), so nothing but the result
-is ever as long as the sequence. The backward pass scans the chunks in reverse and computes each again from the state at
-its start: the residuals are the inputs and one state for every `state_every` chunks.
+is ever as long as the sequence (only where its length is no multiple of a chunk, inputs are first copied and padded).
+The backward pass scans the chunks in reverse and computes each again from the state at its start: the residuals are the
+inputs and one state for every `state_every` chunks.
 CPUs go forward token by token where a head's state fits their cache, measured twice as fast as small products of
 matrices. A single token, as in decoding, is one step of the recurrence everywhere.
 
 Invariants: fp32 inside whatever the inputs are; gradients in each input's dtype; a token is bitwise independent of
-later ones; exact zeros at padding.
+later ones, as long as no product overflows; exact zeros at padding.
 """
 
 import functools
@@ -19,8 +20,9 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.kda import chunk, reference
-from pallas_kernels.kda.inputs import Inputs, Options, activate, keep_tokens
-from pallas_kernels.segments import TOKEN
+from pallas_kernels.kda.inputs import Inputs, Options, activate
+from pallas_kernels.segments import TOKEN, keep_tokens
+from pallas_kernels.slices import cut, pad, put
 
 CHUNK = 16  # measured best on CPUs from 8, 16 and 32, for 32 and 64 wide heads
 IN_CACHE = 64 * 64  # numbers of a head's state up to which CPUs go token by token
@@ -28,8 +30,11 @@ SEQUENCES = ("query", "key", "value", "log_decay", "beta", "marks")
 PARAMETERS = ("a_log", "dt_bias")
 
 
-def kda(inputs: Inputs, options: Options) -> tuple[Array | None, Array]:
-    """-> output [B,T,HV,V] in value's dtype, None without queries, and final_state [B,HV,K,V] fp32."""
+def kda(inputs: Inputs, options: Options, in_cache: int = IN_CACHE) -> tuple[Array | None, Array]:
+    """-> output [B,T,HV,V] in value's dtype, None without queries, and final_state [B,HV,K,V] fp32.
+
+    CPUs go forward token by token where a head's state has up to `in_cache` numbers.
+    """
     batch, length = inputs.value.shape[:2]
     if length == 1 and inputs.query is not None:  # a step of decoding: the recurrence itself is the least work
         return reference.kda(inputs, options)
@@ -41,8 +46,9 @@ def kda(inputs: Inputs, options: Options) -> tuple[Array | None, Array]:
         if marks is None:
             marks = jnp.full((batch, length), TOKEN, jnp.int32)
         inputs = inputs._replace(marks=marks)
-        inputs = inputs._replace(**{name: _pad(getattr(inputs, name), missing) for name in SEQUENCES})
-    output, state = _kda(inputs, options)
+        arrays = {name: getattr(inputs, name) for name in SEQUENCES}
+        inputs = inputs._replace(**{name: pad(x, missing) for name, x in arrays.items() if x is not None})
+    output, state = _kda(inputs, options, in_cache)
     return (output[:, :length] if missing and output is not None else output), state
 
 
@@ -51,56 +57,35 @@ def _chunk_length(length: int) -> int:
     return min(CHUNK, max(2, 1 << (length - 1).bit_length()))
 
 
-def _pad(x: Array | None, count: int) -> Array | None:
-    if x is None:
-        return None
-    widths = [(0, 0, 0), (0, count, 0)] + [(0, 0, 0)] * (x.ndim - 2)
-    return lax.pad(x, np.zeros((), x.dtype), widths)
-
-
-def _cut(x: Array | None, start: Array, size: int) -> Array | None:
-    """x[:, start : start + size], start >= 0."""
-    if x is None:
-        return None
-    index = (0, start) + (0,) * (x.ndim - 2)
-    return lax.dynamic_slice(x, index, (x.shape[0], size, *x.shape[2:]), allow_negative_indices=False)
-
-
-def _put(x: Array, start: Array, part: Array) -> Array:
-    index = (0, start) + (0,) * (x.ndim - 2)
-    return lax.dynamic_update_slice(x, part.astype(x.dtype), index, allow_negative_indices=False)
-
-
 def _heads_first(x: Array | None) -> Array | None:
     """[B,C,H,*] <-> [B,H,C,*]."""
     return None if x is None else lax.transpose(x, (0, 2, 1, *range(3, x.ndim)))
 
 
 def _cut_inputs(inputs: Inputs, start: Array, size: int) -> Inputs:
-    return inputs._replace(**{name: _cut(getattr(inputs, name), start, size) for name in SEQUENCES})
+    arrays = {name: getattr(inputs, name) for name in SEQUENCES}
+    return inputs._replace(**{name: cut(x, start, size) for name, x in arrays.items() if x is not None})
 
 
-def _prepare(inputs: Inputs, options: Options) -> tuple[Array, ...]:
-    """One chunk's inputs as chunk.py wants them: query, key, value, log_decay, beta."""
-    query, key, value, log_decay, beta = activate(inputs, options)
+def _by_heads(query: Array | None, key: Array, value: Array, log_decay: Array, beta: Array) -> tuple[Array | None, ...]:
+    """What the recurrence consumes of one chunk as chunk.py wants it."""
     beta = _heads_first(lax.expand_dims(beta, (3,)))
     return _heads_first(query), _heads_first(key), _heads_first(value), log_decay, beta
 
 
-def _through_chunk(piece: Inputs, options: Options, state: Array) -> tuple[Array | None, Array]:
+def _through_chunk(piece: Inputs, options: Options, in_cache: int, state: Array) -> tuple[Array | None, Array]:
     """One chunk's output [B,C,H,V], None without queries, and the state after it."""
     prepared = activate(piece, options)
 
-    def by_products(query, key, value, log_decay, beta, state):
-        beta = _heads_first(lax.expand_dims(beta, (3,)))
-        output, state = chunk.forward(*(_heads_first(x) for x in (query, key, value)), log_decay, beta, state)
+    def by_products(*arrays):
+        output, state = chunk.forward(*_by_heads(*arrays[:-1]), arrays[-1])
         return _heads_first(output), state
 
     def by_tokens(*arrays):
         state, output = lax.scan(reference.token, arrays[-1], tuple(x.swapaxes(0, 1) for x in arrays[:-1]))
         return output.swapaxes(0, 1), state
 
-    if prepared[0] is None or state.shape[2] * state.shape[3] > IN_CACHE:
+    if prepared[0] is None or state.shape[2] * state.shape[3] > in_cache:
         return by_products(*prepared, state)
     return lax.platform_dependent(*prepared, state, cpu=by_tokens, default=by_products)
 
@@ -119,16 +104,16 @@ def _starts(inputs: Inputs, options: Options) -> tuple[np.ndarray, int]:
     return np.arange(0, length, size, dtype=np.int32).reshape(-1, options.state_every), size
 
 
-def _forward(inputs: Inputs, options: Options) -> tuple[Array | None, Array, Array]:
+def _forward(inputs: Inputs, options: Options, in_cache: int) -> tuple[Array | None, Array, Array]:
     """-> output, final state, and the states before each group of `state_every` chunks [groups,B,H,K,V]."""
     starts, size = _starts(inputs, options)
 
     def one_chunk(carry: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
         state, output = carry
         piece = _cut_inputs(inputs, start, size)
-        part, state = _through_chunk(piece, options, state)
+        part, state = _through_chunk(piece, options, in_cache, state)
         if part is not None:
-            output = _put(output, start, keep_tokens(part, piece.marks))
+            output = put(output, keep_tokens(part, piece.marks), start)
         return (state, output), None
 
     def one_group(carry: tuple[Array, Array], starts: Array) -> tuple[tuple[Array, Array], Array]:
@@ -139,20 +124,22 @@ def _forward(inputs: Inputs, options: Options) -> tuple[Array | None, Array, Arr
     return output, state, states
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _kda(inputs: Inputs, options: Options) -> tuple[Array, Array]:
-    output, state, _ = _forward(inputs, options)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _kda(inputs: Inputs, options: Options, in_cache: int) -> tuple[Array | None, Array]:
+    output, state, _ = _forward(inputs, options, in_cache)
     return output, state
 
 
-def _kda_forward(inputs: Inputs, options: Options) -> tuple[tuple[Array, Array], tuple[Inputs, Array]]:
-    output, state, states = _forward(inputs, options)
+def _kda_forward(inputs: Inputs, options: Options, in_cache: int) -> tuple[tuple[Array, Array], tuple[Inputs, Array]]:
+    output, state, states = _forward(inputs, options, in_cache)
     # Everything that is kept for the backward pass, and the one place where it can be named for a memory policy.
     residuals = inputs, states
     return (output, state), residuals
 
 
-def _kda_backward(options: Options, residuals: tuple[Inputs, Array], gradients: tuple[Array, Array]) -> tuple[Inputs]:
+def _kda_backward(
+    options: Options, in_cache: int, residuals: tuple[Inputs, Array], gradients: tuple[Array, Array]
+) -> tuple[Inputs]:
     inputs, states = residuals
     d_output, d_state = gradients
     starts, size = _starts(inputs, options)
@@ -166,7 +153,7 @@ def _kda_backward(options: Options, residuals: tuple[Inputs, Array], gradients: 
             return state[None]
 
         def one_chunk(state: Array, start: Array) -> tuple[Array, Array]:
-            return _through_chunk(_cut_inputs(inputs, start, size), options, state)[1], state
+            return _through_chunk(_cut_inputs(inputs, start, size), options, in_cache, state)[1], state
 
         return lax.scan(one_chunk, state, starts)[1]
 
@@ -176,18 +163,18 @@ def _kda_backward(options: Options, residuals: tuple[Inputs, Array], gradients: 
         piece = _cut_inputs(inputs, start, size)
 
         def prepare(arrays: dict[str, Array]) -> tuple[Array, ...]:
-            return _prepare(piece._replace(**arrays), options)
+            return _by_heads(*activate(piece._replace(**arrays), options))
 
         arrays = {name: getattr(piece, name) for name in differentiable}
         arrays |= {name: arrays[name].astype(jnp.float32) for name in parameters}
         prepared, pull_back = jax.vjp(prepare, arrays)
         d_part = None
         if d_output is not None:
-            d_part = keep_tokens(_cut(d_output, start, size).astype(jnp.float32), piece.marks)
+            d_part = keep_tokens(cut(d_output, start, size).astype(jnp.float32), piece.marks)
         *d_prepared, d_state = chunk.backward(*prepared, state, _heads_first(d_part), d_state)
         (parts,) = pull_back(tuple(d_prepared))
         sums = {
-            name: sums[name] + parts[name] if name in PARAMETERS else _put(sums[name], start, parts[name])
+            name: sums[name] + parts[name] if name in PARAMETERS else put(sums[name], parts[name], start)
             for name in differentiable
         }
         return (d_state, sums), None

@@ -84,7 +84,7 @@ def loss_of(decoder, tokens, bias=None):
     return loss
 
 
-@pytest.mark.parametrize("form", ["k3", "kimi_linear"])
+@pytest.mark.parametrize("form", ["k3", pytest.param("kimi_linear", marks=pytest.mark.slow)])
 def test_finite_differences(form):
     """One element of every parameter kind: central difference against autodiff, within 1 %."""
     config = sizes.SMALL

@@ -11,6 +11,12 @@ import numpy as np
 from golden_files import golden, manifest
 from kda_oracle import kda as oracle
 
+from pallas_kernels.kda import api, xla
+
+# What `xla` does on accelerators, and on CPUs for wide heads: forward, too, by products of matrices.
+api.IMPLEMENTATIONS["products"] = functools.partial(xla.kda, in_cache=0)
+IMPLEMENTATIONS = tuple(api.IMPLEMENTATIONS)
+PER_TOKEN = "query", "key", "value", "log_decay", "beta"
 HEADS, VALUE_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 6, 5
 FUSED = {"normalize_qk": True, "beta_is_logit": True}
 CORE = (
@@ -153,7 +159,7 @@ def _documents(content, lower_bound):
     case = answered(inputs, segment_ids=SEGMENT_IDS, lower_bound=lower_bound, **FUSED)
     spoiled = {name: x.copy() for name, x in inputs.items()}
     d_output = case.d_output.copy()
-    for x in (d_output, *(spoiled[name] for name in ("query", "key", "value", "log_decay", "beta"))):
+    for x in (d_output, *(spoiled[name] for name in PER_TOKEN)):
         x[SEGMENT_IDS == 0] = content
     return case._replace(inputs=spoiled, d_output=d_output)
 

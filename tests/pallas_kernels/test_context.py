@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_files import assert_close
-from kda_cases import FUSED, VALUE_HEADS, VALUE_WIDTH, WIDTH, Case, answered, random_inputs
+from kda_cases import FUSED, PER_TOKEN, VALUE_HEADS, VALUE_WIDTH, WIDTH, Case, answered, random_inputs
+from kda_oracle import kda as oracle
 
 from pallas_kernels.kda import context, kda
 
 LENGTH = 83
 BORDERS = {1: [0, 83], 2: [0, 30, 83], 3: [0, 1, 48, 83], 8: [0, 16, 17, 20, 40, 41, 64, 82, 83]}
-PER_TOKEN = "query", "key", "value", "log_decay", "beta"
 OPTIONS = {"lower_bound": -5.0, **FUSED}
 # Documents across borders, one that ends at a border, a piece of padding alone (16..17), padding beside a border.
 ROWS = [
@@ -82,6 +82,41 @@ def test_pieces_are_one_pass(count, packed):
         assert_close(gradient, case.gradients[name], 1e-6, name)
 
 
+@pytest.mark.parametrize("state_every", [1, 3])
+def test_gates_and_states_kept(state_every):
+    """The unbounded gate, and states for some chunks only: what leaves is the float64 recurrence's final state."""
+    inputs = whole(False).inputs
+    case = answered(inputs, **FUSED)
+    names = [name for name in inputs if name not in ("query", "initial_state")]
+
+    @jax.jit
+    def run(inputs):
+        def final(inputs):
+            arrays = {name: inputs[name] for name in names}
+            return context.leave(inputs["initial_state"], context.summarize(**arrays, **FUSED, state_every=state_every))
+
+        state, pull_back = jax.vjp(final, inputs)
+        return state, pull_back(case.d_state)[0]
+
+    state, gradients = run(inputs)
+    assert_close(state, case.state, 1e-6, "state")
+    expected = oracle(inputs, np.zeros_like(case.d_output), case.d_state, **FUSED)[2]
+    for name in [*names, "initial_state"]:
+        assert_close(gradients[name], expected[name], 2e-6, name)
+
+
+def test_half_precision():
+    """bf16 pieces have fp32 summaries of what the rounded arrays hold."""
+    inputs = whole(False).inputs
+    half = {name: jnp.asarray(x, jnp.bfloat16) if name in PER_TOKEN else x for name, x in inputs.items()}
+    exact = {name: np.asarray(x, np.float32) for name, x in half.items()}
+    state = answered(exact, **OPTIONS).state
+    arrays = {name: x for name, x in half.items() if name not in ("query", "initial_state")}
+    summary = context.summarize(**arrays, **OPTIONS)
+    assert summary.state.dtype == summary.transition.dtype == jnp.float32
+    assert_close(context.leave(inputs["initial_state"], summary), state, 1e-6)
+
+
 def test_a_summary_by_hand():
     """Two tokens; the second is written whole and forgets half of channel 1 first."""
     key = np.float32([[1, 0], [0.6, 0.8]])[None, :, None]
@@ -112,6 +147,7 @@ def test_combine_is_associative_and_ordered():
     assert_close(left.state, right.state, 1e-6)
     expected = c.transition @ (b.transition @ a.state + b.state) + c.state
     assert_close(left.state, expected, 1e-6)
+    assert_close(left.transition, c.transition @ b.transition @ a.transition, 1e-6)
     start = rng.normal(size=a.state.shape).astype(np.float32)
     assert_close(context.leave(start, left), context.leave(context.leave(context.leave(start, a), b), c), 1e-6)
 
@@ -143,7 +179,7 @@ def test_padding_and_nothing_hand_everything_on():
 def test_wrong_arguments_are_named():
     inputs = whole(True).inputs
     arrays = {n: x for n, x in inputs.items() if n not in ("query", "initial_state")}
-    with pytest.raises(ValueError, match=r"dt_bias has shape \(4,\), expected \(4, 6\) beside key"):
+    with pytest.raises(ValueError, match=r"summarize: dt_bias has shape \(4,\), expected \(4, 6\) beside key"):
         context.summarize(**(arrays | {"dt_bias": np.zeros(4, np.float32)}))
     with pytest.raises(ValueError, match="left_segment_id"):
         context.summarize(**arrays, left_segment_id=np.zeros(3, np.int32))

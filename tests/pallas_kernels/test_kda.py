@@ -6,28 +6,11 @@ import jax
 import numpy as np
 import pytest
 from golden_files import assert_close
-from kda_cases import BUILD, SEGMENT_IDS, case
+from kda_cases import BUILD, IMPLEMENTATIONS, PER_TOKEN, SEGMENT_IDS, case
 
-from pallas_kernels.kda import kda, xla
-from pallas_kernels.kda.api import IMPLEMENTATIONS
+from pallas_kernels.kda import kda
 
 FORWARD, GRADIENT = 1e-6, 5e-6  # max|difference| / max|expected|
-PER_TOKEN = "query", "key", "value", "log_decay", "beta"
-
-
-# "products" is what `xla` does on accelerators, and on CPUs for wide heads: forward, too, by products of matrices.
-WAYS = [*IMPLEMENTATIONS, "products"]
-
-
-@pytest.fixture
-def way(request, monkeypatch):
-    """The implementation to name, after arranging that it goes the way that the test is about."""
-    if request.param != "products":
-        return request.param
-    monkeypatch.setattr(xla, "IN_CACHE", 0)
-    request.addfinalizer(results.clear_cache)
-    results.clear_cache()
-    return "xla"
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "options"))
@@ -58,9 +41,9 @@ def assert_right(name, implementation, **more):
 
 
 @pytest.mark.parametrize("name", BUILD)
-@pytest.mark.parametrize("way", WAYS, indirect=True)
-def test_case(name, way):
-    assert_right(name, way)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_case(name, implementation):
+    assert_right(name, implementation)
 
 
 @pytest.mark.parametrize("state_every", [2, 100])
@@ -78,3 +61,30 @@ def test_a_row_of_padding_hands_its_state_on():
         )
         np.testing.assert_array_equal(state[2], inputs["initial_state"][2])
         np.testing.assert_array_equal(gradients["initial_state"][2], d_state[2])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_vmap(implementation):
+    """Rows mapped over, each a batch of one with its own documents; gates are shared, their gradients add up."""
+    name = "documents, bounded gate"
+    inputs, d_output, d_state, options, output, state, gradients = case(name)
+    options = {name: x for name, x in options.items() if name != "segment_ids"}
+    of_all = "a_log", "dt_bias"
+
+    @jax.jit
+    def run(inputs, *rest):
+        def row(inputs, d_output, d_state, segment_ids):
+            call = functools.partial(kda, segment_ids=segment_ids, implementation=implementation, **options)
+            results, pull_back = jax.vjp(lambda inputs: call(**inputs), inputs)
+            return *results, pull_back((d_output, d_state))[0]
+
+        axes = {name: None if name in of_all else 0 for name in inputs}
+        return jax.vmap(row, in_axes=(axes, 0, 0, 0))(inputs, *rest)
+
+    split = {name: x if name in of_all else x[:, None] for name, x in inputs.items()}
+    found = run(split, d_output[:, None], d_state[:, None], SEGMENT_IDS[:, None])
+    assert_close(found[0][:, 0], output, FORWARD, "output")
+    assert_close(found[1][:, 0], state, FORWARD, "state")
+    for name, gradient in found[2].items():
+        gradient = np.asarray(gradient, np.float64)
+        assert_close(gradient.sum(0) if name in of_all else gradient[:, 0], gradients[name], GRADIENT, name)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from golden_files import assert_close
 from jax.extend.core import jaxprs_in_params
+from kda_cases import IMPLEMENTATIONS
+from kda_oracle import kda as oracle
 
 from pallas_kernels import select
 from pallas_kernels.kda import kda
 
 BATCH, LENGTH, HEADS, VALUE_HEADS, WIDTH, VALUE_WIDTH = 2, 40, 2, 4, 6, 5
-FUSED = {"lower_bound": -5.0, "normalize_qk": True, "beta_is_logit": True}
+LAYER = {"lower_bound": -5.0, "normalize_qk": True, "beta_is_logit": True}
 
 
 def arrays(length=LENGTH, dtype=np.float32):
@@ -33,7 +35,7 @@ def arrays(length=LENGTH, dtype=np.float32):
 @functools.partial(jax.jit, static_argnames=("state_every", "implementation"))
 def results(inputs, d_output, d_state, state_every=1, implementation="xla"):
     """output, final state, gradients."""
-    call = functools.partial(kda, state_every=state_every, implementation=implementation, **FUSED)
+    call = functools.partial(kda, state_every=state_every, implementation=implementation, **LAYER)
     (output, state), pull_back = jax.vjp(lambda inputs: call(**inputs), inputs)
     return output, state, pull_back((d_output, d_state))[0]
 
@@ -72,7 +74,7 @@ def test_wrong_shapes_are_named(name):
         ({"a_log": None, "dt_bias": None, "lower_bound": -5.0}, "the gate, which needs a_log"),
         ({"state_every": 0}, "state_every is 0"),
         ({"segment_ids": np.ones((BATCH, LENGTH), np.float32)}, "segment_ids are float32, expected integers"),
-        ({"implementation": "fast"}, "unknown implementation 'fast'; there are: xla, reference"),
+        ({"implementation": "fast"}, "unknown implementation 'fast'; there are: xla, reference, products"),
         ({"query": np.zeros((BATCH, LENGTH, 0, WIDTH))}, "at least one head"),
     ],
 )
@@ -94,7 +96,7 @@ def test_no_tokens(implementation):
 def test_final_state_goes_on():
     """Two parts, the second from the final state of the first, are the whole."""
     inputs = arrays()
-    call = jax.jit(functools.partial(kda, **FUSED))
+    call = jax.jit(functools.partial(kda, **LAYER))
     output, state = call(**inputs)
     parts = []
     for tokens in (slice(0, 23), slice(23, None)):
@@ -105,16 +107,17 @@ def test_final_state_goes_on():
     assert_close(inputs["initial_state"], state, 1e-6, "state")
 
 
-def test_half_precision():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_half_precision(implementation):
     """Outputs and gradients have their inputs' dtypes; sums are fp32, so that little but the last rounding is lost."""
     half = {n: x if n == "a_log" else x.astype(jnp.bfloat16) for n, x in arrays().items()}
     single = {name: x.astype(np.float32) for name, x in half.items()}
     d_output, d_state = probes(half)
     d_state = d_state.astype(np.float32)
-    output, state, gradients = results(half, d_output, d_state)
+    output, state, gradients = results(half, d_output, d_state, implementation=implementation)
     assert output.dtype == jnp.bfloat16 and state.dtype == jnp.float32
     assert all(gradients[name].dtype == half[name].dtype for name in half)
-    expected = results(single, d_output.astype(np.float32), d_state, implementation="reference")
+    expected = oracle(single, d_output.astype(np.float32), d_state, **LAYER)
 
     def relative_rms(actual, wanted):
         actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
@@ -130,7 +133,7 @@ def test_half_precision():
 def test_backward_keeps_the_inputs_and_a_state_per_group_of_chunks(state_every, states):
     """128 tokens are 8 chunks."""
     inputs = {name: jnp.asarray(x) for name, x in arrays(128).items()}
-    call = functools.partial(kda, state_every=state_every, **FUSED)
+    call = functools.partial(kda, state_every=state_every, **LAYER)
     pull_back = jax.eval_shape(lambda inputs: jax.vjp(lambda inputs: call(**inputs), inputs)[1], inputs)
     kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull_back))
     padding = -128 % (
@@ -152,7 +155,7 @@ def test_program_is_small_and_does_not_grow_with_the_sequence():
     """A step of a large model holds dozens of these programs, each differentiated and recomputed."""
 
     def loss(inputs, segment_ids):
-        output, state = kda(segment_ids=segment_ids, **inputs, **FUSED)
+        output, state = kda(segment_ids=segment_ids, **inputs, **LAYER)
         return output.sum() + state.sum()
 
     counts = []

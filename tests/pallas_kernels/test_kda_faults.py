@@ -236,3 +236,22 @@ def test_gates_at_their_ends(lower_bound):
     np.testing.assert_allclose(log_decay.ravel(), [0, -5 if bounded else -2e4], rtol=1e-6)
     np.testing.assert_allclose(d_z.ravel(), [0, 0 if bounded else -2], rtol=1e-6)
     np.testing.assert_allclose(d_a_log, [0 if bounded else -2e4], rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("lower_bound, slope", [(None, -0.5), (-5.0, -1.25)])
+def test_slope_of_a_gate_at_zero(lower_bound, slope, implementation):
+    """What max(x, 0) and |x| add up to has a derivative at 0 that they have not: softplus'(0) = sigmoid(0) = 1/2."""
+    zero, beta = np.zeros((1, 1, 1, 2), np.float32), np.zeros((1, 1, 1), np.float32)
+    a_log = np.log(np.float32([3]))
+
+    def state_of(raw):
+        options = {"a_log": a_log, "lower_bound": lower_bound, "implementation": implementation}
+        return kda(zero, zero, zero, raw, beta, initial_state=np.ones((1, 1, 2, 2), np.float32), **options)[1]
+
+    state, pull_back = jax.vjp(jax.jit(state_of), zero)
+    decay = np.exp(-2.5) if lower_bound else 0.5**3  # e^(-3 ln 2)
+    np.testing.assert_allclose(state, np.full((1, 1, 2, 2), decay), rtol=1e-6)
+    np.testing.assert_allclose(
+        pull_back(jnp.ones_like(state))[0], np.full((1, 1, 1, 2), 2 * 3 * slope * decay), rtol=1e-6
+    )

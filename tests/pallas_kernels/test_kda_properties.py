@@ -10,12 +10,11 @@ import pytest
 from golden_files import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kda_cases import FUSED, WIDTH, answered, probes, random_inputs
+from kda_cases import FUSED, IMPLEMENTATIONS, PER_TOKEN, VALUE_HEADS, WIDTH, answered, probes, random_inputs
 
-from pallas_kernels.kda import kda, xla
+from pallas_kernels.kda import kda
 
 LENGTH = 45  # two whole chunks and a part
-PER_TOKEN = "query", "key", "value", "log_decay", "beta"
 OPTIONS = {"lower_bound": -30.0, **FUSED}
 # Every run draws the same examples; each costs milliseconds, but for the first, which compiles.
 several = settings(max_examples=25, deadline=None, derandomize=True, database=None)
@@ -23,26 +22,17 @@ seeds = st.integers(0, 99)
 contents = st.sampled_from([0.0, -1.0, 3.5, 30.0, -30.0, 1e4, -1e4])
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "in_cache"))
-def program(inputs, d_output, d_state, segment_ids, implementation, in_cache):
-    """output, final state, gradients; in_cache 0 makes `xla` take products of matrices forward, too."""
-    before, xla.IN_CACHE = xla.IN_CACHE, xla.IN_CACHE if in_cache is None else in_cache
-    try:
-        return traced(inputs, d_output, d_state, segment_ids, implementation)
-    finally:
-        xla.IN_CACHE = before
-
-
-def traced(inputs, d_output, d_state, segment_ids, implementation):
-    """What `program` compiles."""
+@functools.partial(jax.jit, static_argnames="implementation")
+def program(inputs, d_output, d_state, segment_ids, implementation):
+    """output, final state, gradients."""
     call = functools.partial(kda, segment_ids=segment_ids, implementation=implementation, **OPTIONS)
     (output, state), pull_back = jax.vjp(lambda inputs: call(**inputs), inputs)
     return output, state, pull_back((d_output, d_state))[0]
 
 
-def results(*arguments, implementation="xla", in_cache=None):
+def results(*arguments, implementation="xla"):
     """The same as numpy arrays."""
-    return jax.tree.map(np.asarray, program(*arguments, implementation, in_cache))
+    return jax.tree.map(np.asarray, program(*arguments, implementation))
 
 
 ONE = np.ones((1, LENGTH), np.int32)
@@ -63,19 +53,18 @@ def layouts(draw):
     return np.int32([row[:LENGTH]])
 
 
-@pytest.mark.parametrize("implementation, in_cache", [("reference", None), ("xla", xla.IN_CACHE), ("xla", 0)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @several
 @given(seeds, st.integers(1, LENGTH - 1), st.dictionaries(st.sampled_from(PER_TOKEN), contents, min_size=1))
-def test_the_past_does_not_see_the_future(implementation, in_cache, seed, border, edits):
+def test_the_past_does_not_see_the_future(implementation, seed, border, edits):
     """Outputs before a border, and gradients of a loss on them, keep their bits under any edit behind it."""
-    run = functools.partial(results, implementation=implementation, in_cache=in_cache)
     inputs = random_inputs(LENGTH, seed=seed, raw=True)
     d_output, d_state = probes(inputs)
     d_output[:, border:], d_state[:] = 0, 0
     edited = {name: x.copy() for name, x in inputs.items()}
     for name, content in edits.items():
         edited[name][:, border:] = content
-    one, two = (run(x, d_output, d_state, ONE) for x in (inputs, edited))
+    one, two = (results(x, d_output, d_state, ONE, implementation=implementation) for x in (inputs, edited))
     np.testing.assert_array_equal(two[0][:, :border], one[0][:, :border])
     for name in inputs:
         a, b = one[2][name], two[2][name]
@@ -166,12 +155,14 @@ def test_tokens_one_by_one_are_one_pass():
         assert_close(gradient, case.gradients[name], 5e-6, name)
 
 
-def test_the_step_of_decoding_reads_and_writes_the_state_once():
-    """Its program holds no loop and no matrix of a chunk."""
-    inputs = random_inputs(1, batch=3)
-    text = jax.jit(functools.partial(kda, implementation="xla")).lower(**inputs).compile().as_text()
-    assert " while(" not in text
-    assert f"{WIDTH},{WIDTH}]" not in text
+def test_the_step_of_decoding_is_no_chunk():
+    """Nothing in its program has the two rows of the smallest chunk, which those of two tokens are full of."""
+    texts = []
+    for length in (1, 2):
+        call = jax.jit(functools.partial(kda, implementation="products"))
+        texts.append(call.lower(**random_inputs(length, batch=3)).as_text())
+    step, chunk = (text.count(f"3x{VALUE_HEADS}x2x{WIDTH}") for text in texts)
+    assert step == 0 and chunk > 0
 
 
 def test_gradients_of_gradients():
@@ -189,7 +180,7 @@ def test_gradients_of_gradients():
 
     second = jax.jit(jax.grad(slope), static_argnums=1)
     expected = second(inputs, "reference")
-    for name, x in second(inputs, "xla").items():
+    for name, x in second(inputs, "products").items():
         assert_close(x, expected[name], 2e-5, name)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda x: kda(**x, implementation="xla")[0], (inputs,), (direction,))

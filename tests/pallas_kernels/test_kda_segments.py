@@ -4,12 +4,10 @@ import functools
 
 import jax
 import numpy as np
-from kda_cases import FUSED, SEGMENT_IDS, probes, random_inputs
+from kda_cases import FUSED, PER_TOKEN, SEGMENT_IDS, probes, random_inputs
 
 from pallas_kernels.kda import kda
-from pallas_kernels.segments import DOCUMENT_START, PADDING, TOKEN, marks
-
-PER_TOKEN = "query", "key", "value", "log_decay", "beta"
+from pallas_kernels.segments import DOCUMENT_START, PADDING, TOKEN, first_id, marks, starts
 
 
 @jax.jit
@@ -54,3 +52,11 @@ def test_marks_by_hand():
     np.testing.assert_array_equal(jax.jit(marks)(ids), expected)
     for end in (0, 1, 6):  # no id changes what stands before it
         np.testing.assert_array_equal(jax.jit(marks)(ids[:, :end]), np.asarray(expected)[:, :end])
+
+
+def test_starts_and_first_ids_by_hand():
+    ids = np.int32([[0, 0, 3, 3, 0, 3, 5, 0, 6], [1, 2, 0, 1, 1, 0, 0, 0, 0], [0] * 9])
+    expected = [[0, 0, 0, 0, 0, 0, 6, 6, 8], [0, 1, 1, 3, 3, 3, 3, 3, 3], [0] * 9]
+    np.testing.assert_array_equal(jax.jit(starts)(ids), expected)
+    np.testing.assert_array_equal(jax.jit(first_id)(ids), [3, 1, 0])
+    np.testing.assert_array_equal(first_id(ids[:, :0]), [0, 0, 0])

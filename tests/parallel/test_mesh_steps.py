@@ -16,7 +16,7 @@ from k3jax.model.router import BINS
 from k3jax.parallel import fsdp
 from k3jax.step import make_gradients
 
-DEFAULT = [(1, 1, 4, "save_all"), (2, 2, 2, "recompute_all"), (1, 8, 1, "save_all")]
+DEFAULT = [(2, 2, 2, "recompute_all"), (1, 8, 1, "save_all")]
 ALL = [(d, f, a) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for a in (1, 2, 4, 8) if 1 < d * f * a <= 8]
 TAU = 0.01
 
