@@ -172,7 +172,7 @@ def test_large_logits():
 
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_a_value_that_overflows_later_products_stays_there(chunk):
-    """1e36 times gradients of 2,000 is inf: where a query does not see the value, that must not be multiplied with 0."""
+    """1e36 times gradients of 2,000 is inf: where a query does not see the value, that must not meet a 0."""
     arrays, edited = inputs(70), inputs(70)
     edited[3][:, 41:] = 1e36
     for each in (arrays, edited):
