@@ -1,0 +1,87 @@
+"""What the Pallas GPU kernels (Triton) share: which GPUs take them, products, launches and their traffic.
+
+A kernel is described by a Launch: a body, a grid, and for every array the block that a program of the grid works on.
+Invariants: the compiler parameters are always given (without them jax 0.10 takes another backend); a product of fp32
+numbers is never rounded to single-pass TF32; nothing that a kernel did not write is read.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+OLDEST = 8.0  # compute capability: sm_80 and newer have bf16 and asynchronous copies
+
+
+class Operand(NamedTuple):
+    """One array of a kernel and the block that a program gets of it; None in `block` drops that axis."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    block: tuple[int | None, ...]
+    index: Callable[..., tuple]  # program ids -> index of the block
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return math.prod(size or 1 for size in self.block) * jnp.dtype(self.dtype).itemsize
+
+
+class Launch(NamedTuple):
+    """One kernel with everything but its arrays."""
+
+    name: str
+    body: Callable[..., None]  # of the references to inputs and then outputs
+    grid: tuple[int, ...]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    warps: int
+    stages: int
+
+    def __call__(self, *arrays: Array, interpret: bool = False) -> tuple[Array, ...]:
+        """Runs it; with `interpret` on any device, as plain XLA operations."""
+        return pl.pallas_call(
+            self.body,
+            grid=self.grid,
+            in_specs=[pl.BlockSpec(x.block, x.index) for x in self.inputs],
+            out_specs=[pl.BlockSpec(x.block, x.index) for x in self.outputs],
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.outputs],
+            compiler_params=triton.CompilerParams(num_warps=self.warps, num_stages=self.stages),
+            interpret=interpret,
+            name=self.name,
+        )(*arrays)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that its programs read and write, each block of each program once, from the blocks above."""
+        return math.prod(self.grid) * sum(x.block_bytes for x in (*self.inputs, *self.outputs))
+
+
+def require() -> None:
+    """Refuses where the program is not being made for a GPU that takes the kernels.
+
+    Raises:
+        NotImplementedError: another backend, or a GPU older than sm_80.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    if platform not in ("gpu", "cuda"):
+        raise NotImplementedError(f"the GPU kernel needs a GPU, this is made for {platform}")
+    if jax.default_backend() == "gpu":  # where it is not, the program is made for an absent one
+        found = float(jax.devices()[0].compute_capability)
+        if found < OLDEST:
+            raise NotImplementedError(f"the GPU kernel needs compute capability {OLDEST}, this GPU has {found}")
+
+
+def dot(a: Array, b: Array, *, a_axis: int = 1, b_axis: int = 0, interpret: bool) -> Array:
+    """Product of two matrices over one axis of each -> fp32; of fp32 numbers in three passes of TF32."""
+    precision = None
+    if a.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    dimensions = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
