@@ -73,8 +73,10 @@ def require() -> None:
     if platform not in ("gpu", "cuda"):
         raise NotImplementedError(f"the GPU kernel needs a GPU, this is made for {platform}")
     if jax.default_backend() == "gpu":  # where it is not, the program is made for an absent one
-        found = float(jax.devices()[0].compute_capability)
-        if found < OLDEST:
+        found = str(jax.devices()[0].compute_capability)
+        if not found.replace(".", "").isdigit():
+            raise NotImplementedError(f"the GPU kernel needs an NVIDIA GPU, this one is {found}")
+        if float(found) < OLDEST:
             raise NotImplementedError(f"the GPU kernel needs compute capability {OLDEST}, this GPU has {found}")
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import select
-from pallas_kernels.attention import xla
+from pallas_kernels.attention import gpu, xla
 
-IMPLEMENTATIONS = {"xla": xla.attention}
+IMPLEMENTATIONS = {"gpu": gpu.attention, "xla": xla.attention}  # most preferred first
 
 
 def mla_attention(
@@ -36,7 +36,7 @@ def mla_attention(
         scale: factor of the logits; None is K**-0.5.
         segment_ids: [B, T] integers. A maximal run of equal non-zero ids is a document, which sees only itself; 0 is
             padding, which may hold anything: output 0, row_max -inf, gradient 0. None: one document.
-        implementation: "xla" or None, the automatic choice.
+        implementation: "gpu" (Pallas kernels, sm_80 and newer), "xla", or None, the best that takes the case.
 
     Returns:
         output: [B, T, H, V] in value's dtype; logits, softmax and sums are fp32. Memory is linear in T.

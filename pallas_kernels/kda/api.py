@@ -9,10 +9,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import select
-from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda import gpu, reference, xla
 from pallas_kernels.kda.inputs import prepare
 
-IMPLEMENTATIONS = {"xla": xla.kda, "reference": reference.kda}  # most preferred first
+IMPLEMENTATIONS = {"gpu": gpu.kda, "xla": xla.kda, "reference": reference.kda}  # most preferred first
 
 
 def kda(
@@ -51,9 +51,10 @@ def kda(
         segment_ids: a document is a maximal run of equal non-zero ids and starts from a zero state (the row's first
             one from `initial_state`). 0 is padding: skipped, with output and gradient 0 whatever it holds. An id must
             not return after another one.
-        state_every: chunks (of 16 tokens in `xla`) per state kept for the backward pass. Larger saves memory and
-            computes the states in between again.
-        implementation: "xla", "reference", or None for the best that takes the case.
+        state_every: chunks (16 tokens in `xla`, 64 or with fp32 16 in `gpu`) per state kept for the backward pass.
+            Larger saves memory and computes the states in between again.
+        implementation: "gpu" (Pallas kernels, sm_80 and newer), "xla", "reference", or None for the best that takes the
+            case.
 
     Returns:
         The output, and the fp32 state after the last token that is not padding. Sums are in fp32 throughout;

@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.segments import DOCUMENT_START, PADDING, keep_tokens, marks
+from pallas_kernels.segments import DOCUMENT_START, PADDING, TOKEN, keep_tokens, marks
+from pallas_kernels.slices import pad
 
+SEQUENCES = ("query", "key", "value", "log_decay", "beta", "marks")  # the inputs that are as long as the sequence
 NORM_EPSILON = 1e-6  # added to the sum of squares, not to their mean
 FORGET = -1e30  # a log decay whose exponential is exactly 0, and finite so that 0 * FORGET is 0
 
@@ -122,14 +124,28 @@ def prepare(
     return inputs, options
 
 
-def activate(inputs: Inputs, options: Options) -> tuple[Array | None, Array, Array, Array, Array]:
-    """-> query, key [B,T,HV,K], value [B,T,HV,V], log_decay [B,T,HV,K], beta [B,T,HV] of the plain recurrence, fp32."""
+def pad_to(inputs: Inputs, length: int) -> Inputs:
+    """The inputs with padding, which is skipped, behind the last token, up to `length` tokens."""
+    batch, found = inputs.value.shape[:2]
+    if found == length:
+        return inputs
+    if inputs.marks is None:
+        inputs = inputs._replace(marks=jnp.full((batch, found), TOKEN, jnp.int32))
+    arrays = {name: getattr(inputs, name) for name in SEQUENCES}
+    return inputs._replace(**{name: pad(x, length - found) for name, x in arrays.items() if x is not None})
+
+
+def activate(inputs: Inputs, options: Options, repeat: bool = True) -> tuple[Array | None, Array, Array, Array, Array]:
+    """-> query, key [B,T,HV,K], value [B,T,HV,V], log_decay [B,T,HV,K], beta [B,T,HV] of the plain recurrence, fp32.
+
+    Without `repeat` query and key keep their own heads, [B,T,H,K].
+    """
     documents = inputs.marks
     # Masked before anything else is computed: 0 * NaN would not be 0.
     key, value, raw_decay, beta = (
         keep_tokens(x, documents).astype(jnp.float32) for x in (inputs.key, inputs.value, inputs.log_decay, inputs.beta)
     )
-    groups = value.shape[2] // key.shape[2]
+    groups = value.shape[2] // key.shape[2] if repeat else 1
 
     def per_value_head(x: Array) -> Array:
         x = _normalize(x) if options.normalize_qk else x

@@ -20,13 +20,12 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.kda import chunk, reference
-from pallas_kernels.kda.inputs import Inputs, Options, activate
-from pallas_kernels.segments import TOKEN, keep_tokens
-from pallas_kernels.slices import cut, pad, put
+from pallas_kernels.kda.inputs import SEQUENCES, Inputs, Options, activate, pad_to
+from pallas_kernels.segments import keep_tokens
+from pallas_kernels.slices import cut, put
 
 CHUNK = 16  # measured best on CPUs from 8, 16 and 32, for 32 and 64 wide heads
 IN_CACHE = 64 * 64  # numbers of a head's state up to which CPUs go token by token
-SEQUENCES = ("query", "key", "value", "log_decay", "beta", "marks")
 PARAMETERS = ("a_log", "dt_bias")
 
 
@@ -35,21 +34,14 @@ def kda(inputs: Inputs, options: Options, in_cache: int = IN_CACHE) -> tuple[Arr
 
     CPUs go forward token by token where a head's state has up to `in_cache` numbers.
     """
-    batch, length = inputs.value.shape[:2]
+    length = inputs.value.shape[1]
     if length == 1 and inputs.query is not None:  # a step of decoding: the recurrence itself is the least work
         return reference.kda(inputs, options)
     chunks = max(1, -(-length // _chunk_length(length)))
     options = options._replace(state_every=min(options.state_every, chunks))
-    missing = (chunks + -chunks % options.state_every) * _chunk_length(length) - length
-    if missing:  # filled up with padding, which is skipped
-        marks = inputs.marks
-        if marks is None:
-            marks = jnp.full((batch, length), TOKEN, jnp.int32)
-        inputs = inputs._replace(marks=marks)
-        arrays = {name: getattr(inputs, name) for name in SEQUENCES}
-        inputs = inputs._replace(**{name: pad(x, missing) for name, x in arrays.items() if x is not None})
+    inputs = pad_to(inputs, (chunks + -chunks % options.state_every) * _chunk_length(length))
     output, state = _kda(inputs, options, in_cache)
-    return (output[:, :length] if missing and output is not None else output), state
+    return (None if output is None else output[:, :length]), state
 
 
 def _chunk_length(length: int) -> int:

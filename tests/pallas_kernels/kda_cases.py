@@ -15,7 +15,7 @@ from pallas_kernels.kda import api, xla
 
 # What `xla` does on accelerators, and on CPUs for wide heads: forward, too, by products of matrices.
 api.IMPLEMENTATIONS["products"] = functools.partial(xla.kda, in_cache=0)
-IMPLEMENTATIONS = tuple(api.IMPLEMENTATIONS)
+IMPLEMENTATIONS = tuple(name for name in api.IMPLEMENTATIONS if name != "gpu")  # that one has test_kda_gpu.py
 PER_TOKEN = "query", "key", "value", "log_decay", "beta"
 HEADS, VALUE_HEADS, WIDTH, VALUE_WIDTH = 2, 4, 6, 5
 FUSED = {"normalize_qk": True, "beta_is_logit": True}

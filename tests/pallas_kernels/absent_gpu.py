@@ -1,0 +1,67 @@
+"""Programs for a GPU that is not there: lowered with jaxlib alone, compiled to machine code with the CUDA plugin.
+
+Lowering finds what Triton cannot express. Compiling finds what does not fit: shared memory, and registers with
+XLA_FLAGS=--xla_gpu_fail_ptx_compilation_on_register_spilling=true. It needs Python 3.12, jax 0.12, jax-cuda13-plugin,
+jax-cuda13-pjrt and nvidia-cuda-nvcc: no driver, no GPU.
+"""
+
+import functools
+import importlib.util
+import mmap
+import os
+import re
+import sysconfig
+from pathlib import Path
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+CARDS = {"A100": ("NVIDIA A100-SXM4-80GB", 108), "H100": ("NVIDIA H100 80GB HBM3", 132), "B200": ("NVIDIA B200", 148)}
+
+
+def lower_for(card, function, *arguments):
+    """The function lowered for one of CARDS; arguments may be jax.ShapeDtypeStruct."""
+    kind, cores = CARDS[card]
+    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def plugin_path():
+    """The CUDA plugin's shared object, or None."""
+    spec = importlib.util.find_spec("jax_plugins")
+    if spec is None:
+        return None
+    found = (Path(folder) / "xla_cuda13" / "xla_cuda_plugin.so" for folder in spec.submodule_search_locations)
+    return next((path for path in found if path.exists()), None)
+
+
+@functools.cache
+def _descriptions():
+    """Name of a device -> its description as text, as they stand in the plugin."""
+    with plugin_path().open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        texts = re.findall(rb"(?:^|\x00)([^\x00]*gpu_device_info \{[^\x00]+)", content)
+    named = ((re.search(r'device_description_str: "([^"]+)"', text), text) for text in map(bytes.decode, texts))
+    return {match[1]: text for match, text in named if match}
+
+
+@functools.cache
+def _topology(card):
+    from jax.experimental import topologies
+
+    # An older assembler of the system would win otherwise.
+    os.environ["PATH"] = f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin:{os.environ['PATH']}"
+    description = _descriptions()[CARDS[card][0]]
+    return topologies.get_topology_desc("", platform="cuda", topology="1x1x1", target_config=description)
+
+
+def compile_for(card, function, *shapes):
+    """The function compiled for one of CARDS, for arguments of these jax.ShapeDtypeStruct."""
+    mesh = jax.sharding.Mesh(_topology(card).devices[:1], ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    kind, cores = CARDS[card]
+    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(function).trace(*shapes)
+    return traced.lower(lowering_platforms=("cuda",)).compile()
