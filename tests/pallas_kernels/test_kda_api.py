@@ -74,7 +74,7 @@ def test_wrong_shapes_are_named(name):
         ({"a_log": None, "dt_bias": None, "lower_bound": -5.0}, "the gate, which needs a_log"),
         ({"state_every": 0}, "state_every is 0"),
         ({"segment_ids": np.ones((BATCH, LENGTH), np.float32)}, "segment_ids are float32, expected integers"),
-        ({"implementation": "fast"}, "unknown implementation 'fast'; there are: xla, reference, products"),
+        ({"implementation": "fast"}, "unknown implementation 'fast'; there are: gpu, xla, reference, products"),
         ({"query": np.zeros((BATCH, LENGTH, 0, WIDTH))}, "at least one head"),
     ],
 )
