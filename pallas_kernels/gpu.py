@@ -6,6 +6,7 @@ numbers is never rounded to single-pass TF32; nothing that a kernel did not writ
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 OLDEST = 8.0  # compute capability: sm_80 and newer have bf16 and asynchronous copies
+
+ABSENT = {9: r" G?H\d00\b", 10: r" G?B\d00\b", 12: r"\bRTX (PRO|50)"}  # kinds of devices that can only be named
 
 
 class Operand(NamedTuple):
@@ -78,6 +81,18 @@ def require() -> None:
             raise NotImplementedError(f"the GPU kernel needs an NVIDIA GPU, this one is {found}")
         if float(found) < OLDEST:
             raise NotImplementedError(f"the GPU kernel needs compute capability {OLDEST}, this GPU has {found}")
+
+
+def generation() -> int:
+    """Major compute capability of the GPU that the program is made for: 8, 9 (Hopper), 10 (servers' Blackwell), 12.
+
+    Without a GPU, as in interpret mode, it is 9.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if jax.default_backend() == "gpu":
+        return int(float(jax.devices()[0].compute_capability))
+    kind = "" if device is None or device.platform not in ("gpu", "cuda") else device.device_kind
+    return next((major for major, kinds in ABSENT.items() if re.search(kinds, kind)), 8 if kind else 9)
 
 
 def dot(a: Array, b: Array, *, a_axis: int = 1, b_axis: int = 0, interpret: bool) -> Array:

@@ -18,7 +18,6 @@ does not grow with T; the bits of a position do not depend on later ones.
 """
 
 import functools
-import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -73,7 +72,6 @@ TILES = {
 # Hopper and the servers' Blackwell have 227 KiB, and products of 64 rows or more by operands that lie there: each group
 # of four warps gets 64 rows of its own.
 SERVER_TILES = {(BF16, True): Tiles(Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(128, 64, 8, 2))}
-SERVERS = re.compile(r" G?[HB]\d00\b")  # H100, H200, GH200, B200, GB200, B300, ... in a device's kind
 
 
 def _whole(tile: Array) -> int:
@@ -191,12 +189,8 @@ def attention(
 
 def _tiles(dtype: jnp.dtype, wide: bool) -> Tiles:
     """Those of the GPU that the program is made for, present or absent."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if jax.default_backend() == "gpu":
-        server = 9.0 <= float(jax.devices()[0].compute_capability) < 12.0  # sm_120 is that of desktops
-    else:
-        server = device is not None and SERVERS.search(device.device_kind) is not None
-    return (SERVER_TILES if server and (dtype, wide) in SERVER_TILES else TILES)[dtype, wide]
+    servers = gpu.generation() in (9, 10)
+    return (SERVER_TILES if servers and (dtype, wide) in SERVER_TILES else TILES)[dtype, wide]
 
 
 def _begins(start: Int[Array, "B T"], tile: int) -> Int[Array, "B tiles"]:

@@ -25,28 +25,37 @@ from pallas_kernels.segments import keep_tokens
 WIDTHS = 16, 32, 64, 128, 256  # of keys and values: powers of two, at least a tensor core's tile
 
 
-def chunk_length(dtype: jnp.dtype) -> int:
-    """Tokens of a chunk. Products of fp32 numbers take three times the registers and more: few tokens."""
-    return 64 if dtype == jnp.bfloat16 else 16
-
-
-# By dtype and the wider of keys and values. Chosen by compiling for H100: the largest pieces whose programs keep to 255
-# registers and to the shared memory there is; only fp32 programs of 256 wide heads spill. (For A100 some bf16 programs
-# spill, up to 540 bytes of a thread, for B200 two.) A scan's program takes all value channels that it can, as each more
-# program of a head reads all operands again.
-TILES = {
-    ("bfloat16", 64): Tiles(16, 8, 64, 8, 2, 64, 8, 2, 64, 8, 16, 4),
-    ("bfloat16", 128): Tiles(16, 4, 128, 8, 2, 128, 8, 2, 128, 8, 16, 4),
-    ("bfloat16", 256): Tiles(16, 4, 32, 8, 2, 32, 8, 2, 128, 8, 16, 8),
-    ("float32", 64): Tiles(32, 4, 64, 8, 2, 64, 8, 2, 64, 8, 64, 8),
-    ("float32", 128): Tiles(32, 4, 32, 4, 2, 32, 8, 2, 64, 4, 64, 8),
-    ("float32", 256): Tiles(32, 4, 16, 4, 1, 16, 4, 1, 64, 4, 32, 8),
+# By the GPU's generation, dtype, and the wider of keys and values. Chosen by compiling for H100, A100 and B200: the
+# largest pieces whose programs keep to 255 registers and to the shared memory there is; only some programs of heads
+# 256 wide spill. A scan's program takes all value channels that it can, as each more program of a head reads all
+# operands again.
+HOPPER = {
+    ("bfloat16", 64): Tiles(64, 16, 8, 64, 8, 2, 64, 8, 2, 64, 8, 16, 4),
+    ("bfloat16", 128): Tiles(64, 16, 4, 128, 8, 2, 128, 8, 2, 128, 8, 16, 4),
+    ("bfloat16", 256): Tiles(64, 16, 4, 32, 8, 2, 32, 8, 2, 128, 8, 16, 8),
+    # Products of fp32 numbers take three times the registers and more: few tokens.
+    ("float32", 64): Tiles(16, 32, 4, 64, 8, 2, 64, 8, 2, 64, 8, 64, 8),
+    ("float32", 128): Tiles(16, 32, 4, 32, 4, 2, 32, 8, 2, 64, 4, 64, 8),
+    ("float32", 256): Tiles(16, 32, 4, 16, 4, 1, 16, 4, 1, 64, 4, 32, 8),
 }
+# Operands of products come from registers here, not from shared memory: half the tokens.
+AMPERE = HOPPER | {
+    ("bfloat16", 64): Tiles(32, 16, 4, 64, 8, 2, 64, 8, 2, 64, 8, 16, 4),
+    ("bfloat16", 128): Tiles(32, 16, 4, 128, 8, 2, 128, 8, 2, 128, 8, 16, 4),
+    ("bfloat16", 256): Tiles(32, 16, 4, 32, 8, 2, 32, 8, 2, 64, 8, 16, 4),
+    ("float32", 64): Tiles(16, 32, 2, 64, 8, 2, 64, 8, 2, 64, 8, 64, 8),
+}
+BLACKWELL = HOPPER | {
+    ("bfloat16", 128): Tiles(64, 16, 4, 64, 8, 2, 128, 8, 2, 64, 8, 16, 4),
+    ("float32", 128): Tiles(16, 32, 4, 32, 4, 2, 32, 8, 1, 64, 8, 64, 8),
+}
+TILES = {8: AMPERE, 9: HOPPER, 10: BLACKWELL, 12: AMPERE}
 
 
 def tiles(width: int, value_width: int, dtype: jnp.dtype) -> Tiles:
     """The row of TILES for these widths, no piece larger than the whole."""
-    found = TILES[jnp.dtype(dtype).name, max(64, width, value_width)]
+    table = TILES.get(gpu.generation(), AMPERE)
+    found = table[jnp.dtype(dtype).name, max(64, width, value_width)]
     cut = {name: min(getattr(found, name), width) for name in ("operand_channels", "gradient_channels")}
     cut |= {name: min(getattr(found, name), value_width) for name in ("scan_values", "back_values", "pairs_values")}
     return found._replace(**cut)
@@ -70,7 +79,7 @@ def kda(inputs: Inputs, options: Options, interpret: bool = False) -> tuple[Arra
     batch, length = inputs.value.shape[:2]
     if length <= 1 or batch == 0:
         return reference.kda(inputs, options)
-    size = chunk_length(_dtype(inputs))
+    size = tiles(width, value_width, _dtype(inputs)).chunk
     output, state = _kda(pad_to(inputs, -(-length // size) * size), options, interpret)
     return output[:, :length], state
 
@@ -85,9 +94,10 @@ def _sizes(inputs: Inputs, options: Options, interpret: bool) -> Sizes:
     batch, length, heads, width = inputs.key.shape
     value_heads, value_width = inputs.value.shape[2:]
     dtype = _dtype(inputs)
+    cut = tiles(width, value_width, dtype)
     return Sizes(
-        batch, length, heads, value_heads, width, value_width, dtype, chunk_length(dtype), options.scale,
-        options.state_every, tiles(width, value_width, dtype), interpret,
+        batch, length, heads, value_heads, width, value_width, dtype, cut.chunk, options.scale, options.state_every,
+        cut, interpret,
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def scan_gradients(sizes: Sizes) -> Launch:
 
 def chunk_pairs(sizes: Sizes) -> Launch:
     """value, beta, k . D, M, S, d_output, de -> V~, do V~^T, de V~^T, d_value, the values' part of d_beta."""
-    step = sizes.tiles.pairs_values
+    step, key_step = sizes.tiles.pairs_values, min(64, sizes.width)
 
     def body(
         value_ref, beta_ref, key_read_ref, inverse_ref, state_ref, d_output_ref, d_error_ref,
@@ -76,7 +76,13 @@ def chunk_pairs(sizes: Sizes) -> Launch:
         def one_step(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             d_scores, d_lower, d_beta = carry
             at, beta = pl.ds(index * step, step), beta_ref[...]
-            error = value_ref[:, at].T.astype(jnp.float32) - sizes.product(state_ref[at, :], key_read_ref[...], 1, 1)
+
+            def predict(index: Array, error: Array) -> Array:
+                of_keys = pl.ds(index * key_step, key_step)
+                return error - sizes.product(state_ref[at, of_keys], key_read_ref[:, of_keys], 1, 1)
+
+            values = value_ref[:, at].T.astype(jnp.float32)
+            error = lax.fori_loop(0, sizes.width // key_step, predict, values)
             update = sizes.product(beta[None, :] * error, inverse_ref[...], 1, 1).astype(sizes.dtype)
             update_ref[at, :] = update
             d_error = d_error_ref[:, at]

@@ -17,8 +17,9 @@ from pallas_kernels.gpu import Operand, dot
 
 
 class Tiles(NamedTuple):
-    """How the kernels are cut: channels at a time, warps, stages of the loads' pipeline."""
+    """How the kernels are cut: tokens of a chunk, channels at a time, warps, stages of the loads' pipeline."""
 
+    chunk: int
     operand_channels: int
     operand_warps: int
     scan_values: int

@@ -19,11 +19,16 @@ from jax.sharding import AbstractDevice, AbstractMesh
 CARDS = {"A100": ("NVIDIA A100-SXM4-80GB", 108), "H100": ("NVIDIA H100 80GB HBM3", 132), "B200": ("NVIDIA B200", 148)}
 
 
-def lower_for(card, function, *arguments):
-    """The function lowered for one of CARDS; arguments may be jax.ShapeDtypeStruct."""
+def abstract_gpu(card):
+    """A context in which programs are made for one of CARDS."""
     kind, cores = CARDS[card]
     device = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def lower_for(card, function, *arguments):
+    """The function lowered for one of CARDS; arguments may be jax.ShapeDtypeStruct."""
+    with abstract_gpu(card):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
@@ -60,8 +65,6 @@ def compile_for(card, function, *shapes):
     mesh = jax.sharding.Mesh(_topology(card).devices[:1], ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-    kind, cores = CARDS[card]
-    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with abstract_gpu(card):
         traced = jax.jit(function).trace(*shapes)
     return traced.lower(lowering_platforms=("cuda",)).compile()
