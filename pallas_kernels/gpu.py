@@ -1,11 +1,10 @@
-"""What the Pallas GPU kernels (Triton) share: which GPUs take them, products, launches and their traffic.
+"""What the Pallas GPU kernels (Triton) share: which GPUs take them, products, launches.
 
 A kernel is described by a Launch: a body, a grid, and for every array the block that a program of the grid works on.
 Invariants: the compiler parameters are always given (without them jax 0.10 takes another backend); a product of fp32
 numbers is never rounded to single-pass TF32; nothing that a kernel did not write is read.
 """
 
-import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 OLDEST = 8.0  # compute capability: sm_80 and newer have bf16 and asynchronous copies
-
 ABSENT = {9: r" G?H\d00\b", 10: r" G?B\d00\b", 12: r"\bRTX (PRO|50)"}  # kinds of devices that can only be named
 
 
@@ -28,11 +26,6 @@ class Operand(NamedTuple):
     dtype: jnp.dtype
     block: tuple[int | None, ...]
     index: Callable[..., tuple]  # program ids -> index of the block
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return math.prod(size or 1 for size in self.block) * jnp.dtype(self.dtype).itemsize
 
 
 class Launch(NamedTuple):
@@ -45,9 +38,10 @@ class Launch(NamedTuple):
     outputs: tuple[Operand, ...]
     warps: int
     stages: int
+    interpret: bool  # on any device, as plain XLA operations
 
-    def __call__(self, *arrays: Array, interpret: bool = False) -> tuple[Array, ...]:
-        """Runs it; with `interpret` on any device, as plain XLA operations."""
+    def __call__(self, *arrays: Array) -> tuple[Array, ...]:
+        """Runs it."""
         return pl.pallas_call(
             self.body,
             grid=self.grid,
@@ -55,14 +49,9 @@ class Launch(NamedTuple):
             out_specs=[pl.BlockSpec(x.block, x.index) for x in self.outputs],
             out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.outputs],
             compiler_params=triton.CompilerParams(num_warps=self.warps, num_stages=self.stages),
-            interpret=interpret,
+            interpret=self.interpret,
             name=self.name,
         )(*arrays)
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes that its programs read and write, each block of each program once, from the blocks above."""
-        return math.prod(self.grid) * sum(x.block_bytes for x in (*self.inputs, *self.outputs))
 
 
 def require() -> None:

@@ -277,6 +277,7 @@ def _forward(sizes: Sizes) -> Launch:
         (sizes.tokens(sizes.value, jnp.float32, tile.queries, at), rows, rows),
         tile.warps,
         tile.stages,
+        sizes.interpret,
     )  # fmt: skip
 
 
@@ -333,6 +334,7 @@ def _d_keys(sizes: Sizes) -> Launch:
         (of_keys, sizes.tokens(sizes.shared, jnp.float32, tile.keys, at), of_values),
         tile.warps,
         tile.stages,
+        sizes.interpret,
     )  # fmt: skip
 
 
@@ -383,6 +385,7 @@ def _d_query(sizes: Sizes) -> Launch:
         (of_queries,),
         tile.warps,
         tile.stages,
+        sizes.interpret,
     )  # fmt: skip
 
 
@@ -406,7 +409,7 @@ def _attention(query, key, key_shared, value, start, sizes):
 def _attention_forward(query, key, key_shared, value, start, sizes):
     arrays = query, key, key_shared, value, start
     borders = _first_keys(start, sizes.tiles.forward)
-    output, row_max, sums = _forward(sizes)(*arrays, borders, interpret=sizes.interpret)
+    output, row_max, sums = _forward(sizes)(*arrays, borders)
     # Everything that is kept for the backward pass, and the one place where it can be named for a memory policy.
     residuals = *arrays, output, row_max, sums
     return (output, row_max), residuals
@@ -418,9 +421,9 @@ def _attention_backward(sizes, residuals, gradients):
     dots = jnp.einsum("bthv,bthv->bht", d_output, output, precision="highest")
     arrays = *inputs, d_output.astype(sizes.dtype), row_max, sums, dots, start
     borders = _end_queries(start, sizes.tiles.d_keys)
-    d_key, d_shared, d_value = _d_keys(sizes)(*arrays, borders, interpret=sizes.interpret)
+    d_key, d_shared, d_value = _d_keys(sizes)(*arrays, borders)
     borders = _first_keys(start, sizes.tiles.d_query)
-    (d_query,) = _d_query(sizes)(*arrays, borders, interpret=sizes.interpret)
+    (d_query,) = _d_query(sizes)(*arrays, borders)
     return d_query, d_key, d_shared.sum(axis=2).astype(sizes.dtype), d_value, None
 
 

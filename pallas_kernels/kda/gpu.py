@@ -19,7 +19,7 @@ from pallas_kernels.kda import chunk, reference
 from pallas_kernels.kda.gpu_backward import chunk_gradients, chunk_pairs, scan_gradients
 from pallas_kernels.kda.gpu_blocks import Sizes, Tiles
 from pallas_kernels.kda.gpu_forward import chunk_operands, scan_states
-from pallas_kernels.kda.inputs import Inputs, Options, activate, pad_to
+from pallas_kernels.kda.inputs import Inputs, Options, activate, first_state, pad_to
 from pallas_kernels.segments import keep_tokens
 
 WIDTHS = 16, 32, 64, 128, 256  # of keys and values: powers of two, at least a tensor core's tile
@@ -104,11 +104,7 @@ def _sizes(inputs: Inputs, options: Options, interpret: bool) -> Sizes:
 def _arrays(inputs: Inputs, options: Options, dtype: jnp.dtype) -> tuple[Array, ...]:
     """Query, key, value in `dtype`; log_decay, beta and the initial state [B,HV,V,K] in fp32."""
     *rows, log_decay, beta = activate(inputs, options._replace(scale=1.0), repeat=False)
-    state = inputs.initial_state
-    if state is None:
-        state = jnp.zeros((beta.shape[0], beta.shape[2], rows[1].shape[3], rows[2].shape[3]))
-    state = state.astype(jnp.float32).swapaxes(2, 3)
-    return *(x.astype(dtype) for x in rows), log_decay, beta, state
+    return *(x.astype(dtype) for x in rows), log_decay, beta, first_state(inputs).swapaxes(2, 3)
 
 
 def _tables(sizes: Sizes) -> tuple[Array, Array]:
@@ -120,8 +116,8 @@ def _forward(inputs: Inputs, options: Options, interpret: bool) -> tuple[Array, 
     """-> output, states [B,HV,states,V,K], final state [B,HV,K,V]."""
     sizes = _sizes(inputs, options, interpret)
     query, key, value, log_decay, beta, state = _arrays(inputs, options, sizes.dtype)
-    operands = chunk_operands(sizes)(query, key, log_decay, beta, *_tables(sizes), interpret=interpret)
-    output, states, last = scan_states(sizes)(*operands, value, beta, state, interpret=interpret)
+    operands = chunk_operands(sizes)(query, key, log_decay, beta, *_tables(sizes))
+    output, states, last = scan_states(sizes)(*operands, value, beta, state)
     return output.astype(inputs.value.dtype), states, last.swapaxes(2, 3)
 
 
@@ -149,30 +145,24 @@ def _kda_backward(
         return _arrays(inputs._replace(**arrays), options, sizes.dtype)
 
     (query, key, value, log_decay, beta, first), pull_back = jax.vjp(prepare, differentiable)
-    run = functools.partial(_run, interpret)
     tables = _tables(sizes)
-    *operands, inverse = run(chunk_operands(sizes, True), query, key, log_decay, beta, *tables)
+    *operands, inverse = chunk_operands(sizes, True)(query, key, log_decay, beta, *tables)
     if sizes.state_every > 1:
-        _, states, _ = run(scan_states(sizes._replace(state_every=1)), *operands, value, beta, first)
+        _, states, _ = scan_states(sizes._replace(state_every=1))(*operands, value, beta, first)
     d_output = keep_tokens(gradients[0], inputs.marks).astype(sizes.dtype)
     d_last = gradients[1].astype(jnp.float32).swapaxes(2, 3)
-    d_states, d_error, d_first = run(scan_gradients(sizes), *operands, beta, d_output, d_last)
-    pairs = run(chunk_pairs(sizes), value, beta, operands[1], inverse, states, d_output, d_error)
+    d_states, d_error, d_first = scan_gradients(sizes)(*operands, beta, d_output, d_last)
+    pairs = chunk_pairs(sizes)(value, beta, operands[1], inverse, states, d_output, d_error)
     update, d_scores, d_lower, d_value, d_beta = pairs
-    d_query, d_key, d_log_decay, d_beta_parts = run(
-        chunk_gradients(sizes), query, key, log_decay, beta, states, d_states, d_output, d_value, update, d_scores,
-        d_lower, *tables,
-    )  # fmt: skip
+    d_query, d_key, d_log_decay, d_beta_parts = chunk_gradients(sizes)(
+        query, key, log_decay, beta, states, d_states, d_output, d_value, update, d_scores, d_lower, *tables
+    )
     group = sizes.value_heads // sizes.heads
     if group > 1:
         shape = *key.shape[:3], group, key.shape[3]
         d_query, d_key = (x.reshape(shape).sum(axis=3).astype(sizes.dtype) for x in (d_query, d_key))
     (sums,) = pull_back((d_query, d_key, d_value, d_log_decay, d_beta + d_beta_parts.sum(axis=3), d_first))
     return (Inputs(**(dict.fromkeys(Inputs._fields) | sums)),)
-
-
-def _run(interpret: bool, launch: gpu.Launch, *arrays: Array) -> tuple[Array, ...]:
-    return launch(*arrays, interpret=interpret)
 
 
 _kda.defvjp(_kda_forward, _kda_backward)

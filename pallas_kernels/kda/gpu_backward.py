@@ -62,6 +62,7 @@ def scan_gradients(sizes: Sizes) -> Launch:
         (sizes.all_states(sizes.chunks, sizes.dtype, block), values, state),
         sizes.tiles.back_warps,
         sizes.tiles.back_stages,
+        sizes.interpret,
     )  # fmt: skip
 
 
@@ -105,6 +106,7 @@ def chunk_pairs(sizes: Sizes) -> Launch:
         (sizes.update(), square, square, values, numbers),
         sizes.tiles.pairs_warps,
         1,
+        sizes.interpret,
     )
 
 
@@ -191,4 +193,5 @@ def chunk_gradients(sizes: Sizes) -> Launch:
         (d_keys, d_keys, log_decays, d_beta),
         sizes.tiles.gradient_warps,
         1,
+        sizes.interpret,
     )  # fmt: skip

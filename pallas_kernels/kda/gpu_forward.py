@@ -97,6 +97,7 @@ def chunk_operands(sizes: Sizes, with_inverse: bool = False) -> Launch:
         (*results, sizes.square()) if with_inverse else results,
         sizes.tiles.operand_warps,
         1,
+        sizes.interpret,
     )
 
 
@@ -134,4 +135,5 @@ def scan_states(sizes: Sizes) -> Launch:
         (values, sizes.all_states(sizes.states, jnp.float32, block), state),
         sizes.tiles.scan_warps,
         sizes.tiles.scan_stages,
+        sizes.interpret,
     )  # fmt: skip

@@ -135,6 +135,14 @@ def pad_to(inputs: Inputs, length: int) -> Inputs:
     return inputs._replace(**{name: pad(x, length - found) for name, x in arrays.items() if x is not None})
 
 
+def first_state(inputs: Inputs) -> Array:
+    """The state before the row's first document, [B,HV,K,V] fp32."""
+    if inputs.initial_state is not None:
+        return inputs.initial_state.astype(jnp.float32)
+    batch, _, heads, width = inputs.value.shape
+    return jnp.zeros((batch, heads, inputs.key.shape[3], width), jnp.float32)
+
+
 def activate(inputs: Inputs, options: Options, repeat: bool = True) -> tuple[Array | None, Array, Array, Array, Array]:
     """-> query, key [B,T,HV,K], value [B,T,HV,V], log_decay [B,T,HV,K], beta [B,T,HV] of the plain recurrence, fp32.
 

@@ -10,7 +10,7 @@ Invariant: a plain scan in fp32, differentiated by JAX; nothing here is arranged
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.kda.inputs import Inputs, Options, activate
+from pallas_kernels.kda.inputs import Inputs, Options, activate, first_state
 from pallas_kernels.segments import keep_tokens
 
 
@@ -29,13 +29,7 @@ def token(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
 def kda(inputs: Inputs, options: Options) -> tuple[Array, Array]:
     """-> output [B,T,HV,V] in value's dtype, final_state [B,HV,K,V] fp32."""
     query, key, value, log_decay, beta = activate(inputs, options)
-    batch, _, heads, width = value.shape
-    if inputs.initial_state is None:
-        state = jnp.zeros((batch, heads, key.shape[-1], width), jnp.float32)
-    else:
-        state = inputs.initial_state.astype(jnp.float32)
-
     time_first = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, log_decay, beta)]
-    state, output = lax.scan(token, state, tuple(time_first))
+    state, output = lax.scan(token, first_state(inputs), tuple(time_first))
     output = jnp.moveaxis(output, 0, 1).astype(inputs.value.dtype)
     return keep_tokens(output, inputs.marks), state

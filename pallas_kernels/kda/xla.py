@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.kda import chunk, reference
-from pallas_kernels.kda.inputs import SEQUENCES, Inputs, Options, activate, pad_to
+from pallas_kernels.kda.inputs import SEQUENCES, Inputs, Options, activate, first_state, pad_to
 from pallas_kernels.segments import keep_tokens
 from pallas_kernels.slices import cut, put
 
@@ -82,13 +82,6 @@ def _through_chunk(piece: Inputs, options: Options, in_cache: int, state: Array)
     return lax.platform_dependent(*prepared, state, cpu=by_tokens, default=by_products)
 
 
-def _first_state(inputs: Inputs) -> Array:
-    if inputs.initial_state is not None:
-        return inputs.initial_state.astype(jnp.float32)
-    batch, _, heads, width = inputs.value.shape
-    return jnp.zeros((batch, heads, inputs.key.shape[3], width), jnp.float32)
-
-
 def _starts(inputs: Inputs, options: Options) -> tuple[np.ndarray, int]:
     """First tokens of the chunks as [groups, state_every], and the chunk length."""
     length = inputs.value.shape[1]
@@ -112,7 +105,7 @@ def _forward(inputs: Inputs, options: Options, in_cache: int) -> tuple[Array | N
         return lax.scan(one_chunk, carry, starts)[0], carry[0]
 
     output = None if inputs.query is None else lax.full(inputs.value.shape, 0, inputs.value.dtype)
-    (state, output), states = lax.scan(one_group, (_first_state(inputs), output), starts)
+    (state, output), states = lax.scan(one_group, (first_state(inputs), output), starts)
     return output, state, states
 
 

@@ -43,17 +43,19 @@ class Case(NamedTuple):
     gradients: dict
 
 
-def random_inputs(length, batch=1, seed=0, raw=False):
+def random_inputs(
+    length, batch=1, seed=0, raw=False, heads=HEADS, value_heads=VALUE_HEADS, width=WIDTH, value_width=VALUE_WIDTH
+):
     """Unit keys and plain decays and betas, or with `raw` what a layer hands over; fp32."""
     rng = np.random.default_rng(seed)
     lead = batch, length
     shapes = {
-        "query": (*lead, HEADS, WIDTH), "key": (*lead, HEADS, WIDTH), "value": (*lead, VALUE_HEADS, VALUE_WIDTH),
-        "log_decay": (*lead, VALUE_HEADS, WIDTH), "beta": (*lead, VALUE_HEADS),
-        "initial_state": (batch, VALUE_HEADS, WIDTH, VALUE_WIDTH),
+        "query": (*lead, heads, width), "key": (*lead, heads, width), "value": (*lead, value_heads, value_width),
+        "log_decay": (*lead, value_heads, width), "beta": (*lead, value_heads),
+        "initial_state": (batch, value_heads, width, value_width),
     }  # fmt: skip
     if raw:
-        shapes |= {"a_log": (VALUE_HEADS,), "dt_bias": (VALUE_HEADS, WIDTH)}
+        shapes |= {"a_log": (value_heads,), "dt_bias": (value_heads, width)}
     inputs = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     if not raw:
         inputs["key"] /= np.linalg.norm(inputs["key"], axis=-1, keepdims=True)

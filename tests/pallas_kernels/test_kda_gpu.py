@@ -8,14 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from absent_gpu import lower_for
-from golden_files import assert_close
-from kda_cases import answered, case, oracle
-from test_kda import results
+from kda_cases import PER_TOKEN, answered, case, oracle, random_inputs
+from test_kda import assert_answers, results
 
 from pallas_kernels.kda import api, gpu, kda
 
 FORWARD, GRADIENT = 2e-6, 1e-5
-PLAIN = "query", "key", "value", "log_decay", "beta"
 
 
 @pytest.fixture(autouse=True)
@@ -23,34 +21,12 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(api.IMPLEMENTATIONS, "interpreted", functools.partial(gpu.kda, interpret=True))
 
 
-def inputs(length, width, value_width, heads=1, value_heads=2, batch=1, seed=0):
-    rng = np.random.default_rng(seed)
-    key = rng.normal(size=(batch, length, heads, width))
-    drawn = {
-        "query": rng.normal(size=(batch, length, heads, width)),
-        "key": key / np.linalg.norm(key, axis=-1, keepdims=True),
-        "value": rng.normal(size=(batch, length, value_heads, value_width)),
-        "log_decay": -rng.exponential(0.3, (batch, length, value_heads, width)),
-        "beta": rng.uniform(0, 1, (batch, length, value_heads)),
-        "initial_state": rng.normal(size=(batch, value_heads, width, value_width)),
-    }
-    return {name: x.astype(np.float32) for name, x in drawn.items()}
+def inputs(length, width, value_width, value_heads=2, batch=1):
+    return random_inputs(length, batch, heads=1, value_heads=value_heads, width=width, value_width=value_width)
 
 
 def check(wanted, **more):
-    options = wanted.options | more
-    segment_ids = options.pop("segment_ids", None)
-    output, state, gradients = results(
-        wanted.inputs, wanted.d_output, wanted.d_state, segment_ids,
-        implementation="interpreted", options=tuple(options.items()),
-    )  # fmt: skip
-    assert_close(output, wanted.output, FORWARD, "output")
-    assert_close(state, wanted.state, FORWARD, "final_state")
-    for argument, gradient in gradients.items():
-        assert_close(gradient, wanted.gradients[argument], GRADIENT, f"gradient of {argument}")
-    if segment_ids is not None:
-        assert (np.asarray(output)[segment_ids == 0] == 0).all()
-        assert all((np.asarray(gradients[x])[segment_ids == 0] == 0).all() for x in PLAIN)
+    assert_answers(wanted, "interpreted", FORWARD, GRADIENT, **more)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +56,7 @@ def test_documents():
     segment_ids = np.stack([np.concatenate([np.full(n, i) for i, n in row]) for row in rows]).astype(np.int32)
     wanted = answered(inputs(40, 16, 16, batch=3), segment_ids=segment_ids)
     spoiled, d_output = {name: x.copy() for name, x in wanted.inputs.items()}, wanted.d_output.copy()
-    for x in (d_output, *(spoiled[name] for name in PLAIN)):
+    for x in (d_output, *(spoiled[name] for name in PER_TOKEN)):
         x[segment_ids == 0] = np.nan
     check(wanted._replace(inputs=spoiled, d_output=d_output))
 
@@ -110,7 +86,7 @@ def test_bf16():
 def test_later_tokens_change_no_bit_of_earlier_ones():
     arrays = inputs(90, 16, 16)
     edited = {name: x.copy() for name, x in arrays.items()}
-    for name in PLAIN:
+    for name in PER_TOKEN:
         edited[name][:, 37:] *= np.float32(-3 if name in ("query", "value") else 2)
     zero = np.zeros((1, 90, 2, 16), np.float32), np.zeros((1, 2, 16, 16), np.float32)
     first, second = (results(x, *zero, implementation="interpreted")[0] for x in (arrays, edited))
