@@ -187,6 +187,16 @@ def attention(
     return keep_tokens(output, segment_ids), row_max
 
 
+def launches(
+    batch: int, length: int, heads: int, own: int, shared: int, value: int, dtype: jnp.dtype
+) -> tuple[tuple[Launch, ...], tuple[Launch, ...]]:
+    """The kernels of the forward and of the backward pass, in order, for documents; the length in whole tiles."""
+    dtype = jnp.dtype(dtype)
+    tiles = _tiles(dtype, max(own, value) > 64)
+    sizes = Sizes(batch, length, heads, own, shared, value, dtype, (own + shared) ** -0.5, True, tiles, False)
+    return (_forward(sizes),), (_d_keys(sizes), _d_query(sizes))
+
+
 def _tiles(dtype: jnp.dtype, wide: bool) -> Tiles:
     """Those of the GPU that the program is made for, present or absent."""
     servers = gpu.generation() in (9, 10)

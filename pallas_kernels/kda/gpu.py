@@ -101,6 +101,18 @@ def _sizes(inputs: Inputs, options: Options, interpret: bool) -> Sizes:
     )  # fmt: skip
 
 
+def launches(
+    batch: int, length: int, heads: int, width: int, value_width: int, dtype: jnp.dtype, interpret: bool = False
+) -> tuple[tuple[gpu.Launch, ...], tuple[gpu.Launch, ...]]:
+    """The kernels of the forward and of the backward pass, in order; the length in whole chunks, a state for each."""
+    cut = tiles(width, value_width, dtype)
+    sizes = Sizes(
+        batch, length, heads, heads, width, value_width, jnp.dtype(dtype), cut.chunk, width**-0.5, 1, cut, interpret
+    )  # fmt: skip
+    backward = chunk_operands(sizes, True), scan_gradients(sizes), chunk_pairs(sizes), chunk_gradients(sizes)
+    return (chunk_operands(sizes), scan_states(sizes)), backward
+
+
 def _arrays(inputs: Inputs, options: Options, dtype: jnp.dtype) -> tuple[Array, ...]:
     """Query, key, value in `dtype`; log_decay, beta and the initial state [B,HV,V,K] in fp32."""
     *rows, log_decay, beta = activate(inputs, options._replace(scale=1.0), repeat=False)

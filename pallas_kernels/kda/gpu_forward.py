@@ -111,9 +111,9 @@ def scan_states(sizes: Sizes) -> Launch:
     ):  # fmt: skip
         def one_chunk(chunk: Array, state: Array) -> Array:
             def keep() -> None:
-                states_ref[pl.ds(chunk // every, 1), :, :] = state[None]
+                states_ref[pl.ds(lax.div(chunk, np.int32(every)), 1), :, :] = state[None]
 
-            keep() if every == 1 else pl.when(chunk % every == 0)(keep)
+            keep() if every == 1 else pl.when(lax.rem(chunk, np.int32(every)) == 0)(keep)
             at = pl.ds(chunk * sizes.chunk, sizes.chunk)
             operand = state.astype(sizes.dtype)
             error = value_ref[at, :].T.astype(jnp.float32) - sizes.product(operand, key_read_ref[at, :], 1, 1)

@@ -1,52 +1,78 @@
-"""Compiles every GPU kernel for one absent card and prints a line for each: `python compile_kernels.py H100`."""
+"""Compiles the GPU kernels for one absent card: `python compile_kernels.py H100 [--fits]`.
 
+A row for each kernel, sizes and dtype: seconds, shared memory of a program in bytes, "ok" or the compiler's words.
+Registers may not spill, or with `--fits` they may: that is for the sizes for which only the shared memory has to do.
+"""
+
+import argparse
+import itertools
 import os
-import sys
+import re
+import tempfile
 import time
-
-os.environ["XLA_FLAGS"] = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
-os.environ["JAX_PLATFORMS"] = "cpu"
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from absent_gpu import abstract_gpu, compile_for
+from absent_gpu import CARDS, abstract_gpu, compile_for
 
-from pallas_kernels import gpu
+from pallas_kernels.attention import gpu as attention_gpu
+from pallas_kernels.gpu import Launch
 from pallas_kernels.kda import gpu as kda_gpu
-from pallas_kernels.kda.gpu_backward import chunk_gradients, chunk_pairs, scan_gradients
-from pallas_kernels.kda.gpu_blocks import Sizes
-from pallas_kernels.kda.gpu_forward import chunk_operands, scan_states
 
-WIDTHS = [(128, 128), (64, 64), (64, 128), (128, 64), (32, 32), (16, 16)]
-DTYPES = [jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)]
-
-
-def launches(card, width, value_width, dtype, length=8192, heads=8):
-    """The kernels of forward and backward."""
-    with abstract_gpu(card):
-        tiles = kda_gpu.tiles(width, value_width, dtype)
-    sizes = Sizes(
-        1, length, heads, heads, width, value_width, dtype, tiles.chunk, width**-0.5, 1, tiles, interpret=False
-    )
-    yield chunk_operands(sizes, with_inverse=True)
-    yield from (make(sizes) for make in (scan_states, scan_gradients, chunk_pairs, chunk_gradients))
+BF16, FP32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+LENGTH, HEADS = 8192, 8
+KDA, KDA_FITS = [(128, 128), (64, 64), (64, 128), (128, 64), (32, 32), (16, 16)], [(256, 256), (256, 64), (64, 256)]
+MLA = [(128, 64, 128), (64, 32, 64), (32, 16, 32)]
+SPILLS = {"kda": [*itertools.product(KDA, (BF16, FP32))], "mla": [*itertools.product(MLA, (BF16,))]}
+ONLY_FITS = {"kda": [*itertools.product(KDA_FITS, (BF16, FP32))], "mla": [*itertools.product(MLA, (FP32,))]}
 
 
-def compiled(card, launch: gpu.Launch) -> str:
-    """ "ok", or why not."""
+def launches(card: str, cases: dict) -> Iterator[tuple[Launch, tuple[int, ...], jnp.dtype]]:
+    """The kernels of forward and backward for each of the widths and dtypes."""
+    for (operation, module), number in zip((("kda", kda_gpu), ("mla", attention_gpu)), (5, 3), strict=True):
+        for widths, dtype in cases[operation]:
+            with abstract_gpu(card):
+                forward, backward = module.launches(1, LENGTH, HEADS, *widths, dtype)
+            # The backward pass runs a forward kernel again and asks it for more: that one is compiled.
+            found = {x.name: x for x in (*forward, *backward)}
+            assert len(found) == number
+            yield from ((x, widths, dtype) for x in found.values())
+
+
+def compiled(card: str, launch: Launch, folder: Path) -> tuple[int, str]:
+    """Bytes of shared memory, and "ok" or why not; the compiler writes what it found into the folder."""
+    for path in folder.iterdir():
+        path.unlink()
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in launch.inputs]
     try:
         compile_for(card, lambda *arrays: launch(*arrays), *shapes)
     except jax.errors.JaxRuntimeError as error:
-        return str(error).splitlines()[0]
-    return "ok"
+        return 0, str(error).splitlines()[0]
+    (text,) = (path.read_text() for path in folder.glob("*thunk_sequence.txt"))
+    return int(re.search(rf"{launch.name} .*shared_memory: (\d+) bytes", text)[1]), "ok"
+
+
+def main() -> None:
+    """Compiles and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("card", choices=CARDS)
+    parser.add_argument("--fits", action="store_true", help="the sizes that may spill")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # what is not compiled tells nothing
+    with tempfile.TemporaryDirectory() as folder:
+        spills = "" if options.fits else "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} {spills}"
+        compile_for(options.card, lambda x: x + 1, jax.ShapeDtypeStruct((8,), FP32))  # the first waits for the compiler
+        print("| kernel | widths | dtype | compiled in | shared bytes | |\n|---|---|---|---|---|---|")
+        for launch, widths, dtype in launches(options.card, ONLY_FITS if options.fits else SPILLS):
+            start = time.perf_counter()
+            shared, result = compiled(options.card, launch, Path(folder))
+            cells = f"`{launch.name}` | {' x '.join(map(str, widths))} | {dtype.name}"
+            print(f"| {cells} | {time.perf_counter() - start:.1f} s | {shared:,} | {result} |", flush=True)
 
 
 if __name__ == "__main__":
-    for widths in WIDTHS:
-        for dtype in DTYPES:
-            for launch in launches(sys.argv[1], *widths, dtype):
-                start = time.perf_counter()
-                result = compiled(sys.argv[1], launch)
-                seconds = time.perf_counter() - start
-                print(f"{launch.name} {widths} {dtype.name} {seconds:.1f} s: {result}", flush=True)
+    main()

@@ -105,7 +105,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("width", gpu.WIDTHS)
-@pytest.mark.parametrize("value_width", [64, 128])
+@pytest.mark.parametrize("value_width", gpu.WIDTHS)
 def test_lowers_for_an_absent_gpu(width, value_width, dtype):
     lower(256, width, value_width, dtype)
 
@@ -115,14 +115,18 @@ def test_lowers_for_any_length(length):
     lower(length, 128, 128, jnp.bfloat16)
 
 
-def lower(length, width, value_width, dtype):
+def test_lowers_with_fewer_states():
+    lower(1000, 128, 128, jnp.bfloat16, state_every=3)
+
+
+def lower(length, width, value_width, dtype, **options):
     """Forward and backward of the automatic choice, which for such a GPU is these kernels."""
     shape = 1, length, 2
     wide, of_values = (jax.ShapeDtypeStruct((*shape, n), dtype) for n in (width, value_width))
     log_decay, beta = jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def loss(*arrays):
-        output, state = kda(*arrays)
+        output, state = kda(*arrays, **options)
         return output.astype(jnp.float32).sum() + state.sum()
 
     text = lower_for("H100", jax.grad(loss, argnums=range(5)), wide, wide, of_values, log_decay, beta).as_text()
