@@ -4,8 +4,11 @@
     plain: z = x and y = Shared(x) + u
 
 The router sees the full-width x. Invariant: dropless: every chosen (token, expert) pair is computed, in expert order,
-and work follows the number of such pairs; padding visits no expert.
+and work follows the number of such pairs; padding visits no expert. Between forward and backward the experts keep z and
+the routing, nothing per choice.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from jax import Array
 from k3jax.config import ModelConfig
 from k3jax.model import router
 from k3jax.model.common import MLP, RMSNorm, gated, matrix, project
-from pallas_kernels.moe import combine, grouped_matmul, permute
+from pallas_kernels.moe import expert_layer
 
 
 class MoE(nnx.Module):
@@ -49,10 +52,13 @@ class MoE(nnx.Module):
         scores = self.router.scores(tokens)
         routing = router.route(scores, bias, c, active)
         latent = project(tokens, self.latent_down[...]) if c.latent else tokens
-        rows, sizes, plan = permute(latent, routing.experts, routing.weights, num_experts=c.routed_experts)
-        w1, w3, w2 = (kernel[...].astype(x.dtype) for kernel in (self.w1, self.w3, self.w2))
-        hidden = gated(self.config, grouped_matmul(rows, w1, sizes), grouped_matmul(rows, w3, sizes))
-        mixed = combine(grouped_matmul(hidden, w2, sizes), plan)
+        mixed = expert_layer(
+            latent,
+            routing.experts,
+            routing.weights,
+            *(kernel[...] for kernel in (self.w1, self.w3, self.w2)),
+            activation=functools.partial(gated, self.config),
+        )
         if c.latent:
             mixed = project(self.latent_norm(mixed), self.latent_up[...])
         if c.shared_experts:

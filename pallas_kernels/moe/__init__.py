@@ -1,5 +1,5 @@
-"""Dropless mixture-of-experts operations: permute, grouped_matmul, combine."""
+"""Dropless mixture-of-experts operations: expert_layer, and its parts permute, grouped_matmul, combine."""
 
-from pallas_kernels.moe.api import Plan, combine, grouped_matmul, permute
+from pallas_kernels.moe.api import Plan, combine, expert_layer, grouped_matmul, permute
 
-__all__ = ["Plan", "combine", "grouped_matmul", "permute"]
+__all__ = ["Plan", "combine", "expert_layer", "grouped_matmul", "permute"]

@@ -1,24 +1,95 @@
 """Mixture-of-experts operations on one device: sort tokens by expert, multiply group by group, mix back.
 
+    y = expert_layer(x, experts, weights, w1, w3, w2, activation=act)
+    # y[t] = sum_j weights[t, j] * E_{experts[t, j]}(x[t]),   E_e(x) = act(x W1_e, x W3_e) W2_e
+
+    # the same from its parts, each of use alone; all rows in between are kept for the backward pass:
     rows, group_sizes, plan = permute(x, experts, weights, num_experts=E)
-    rows = grouped_matmul(activation(grouped_matmul(rows, w1, group_sizes), ...), w2, group_sizes)
-    y = combine(rows, plan)          # y[t] = sum_j weights[t, j] * E_{experts[t, j]}(x[t])
+    hidden = act(grouped_matmul(rows, w1, group_sizes), grouped_matmul(rows, w3, group_sizes))
+    y = combine(grouped_matmul(hidden, w2, group_sizes), plan)
 
 This is the routed part of K3's Stable LatentMoE (report, Eq 11; x is the latent there). Invariant: dropless; shapes
 depend on the number of tokens only, and a choice that is routed nowhere (padding) costs no product, gives 0 and
 receives gradient 0, whatever its token and its weight hold.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import select
-from pallas_kernels.moe import dispatch
-from pallas_kernels.moe.dispatch import Plan
-from pallas_kernels.moe.grouped_matmul import blocked, ragged
+from pallas_kernels.moe import dispatch, xla
+from pallas_kernels.moe import grouped_matmul as products
+from pallas_kernels.moe.dispatch import Activation, Plan
 
-_PRODUCTS = {"blocked": blocked, "ragged": ragged}
+PRODUCTS = {"blocked": products.blocked, "ragged": products.ragged}
+LAYERS = {"blocked": xla.blocked, "ragged": xla.ragged}
+
+
+def expert_layer(
+    x: Float[Array, "T L"],
+    experts: Int[Array, "T k"],
+    weights: Float[Array, "T k"],
+    w1: Float[Array, "E L F"],
+    w3: Float[Array, "E L F"],
+    w2: Float[Array, "E F L"],
+    *,
+    activation: Activation,
+    implementation: str | None = None,
+) -> Float[Array, "T L"]:
+    """Sends tokens to their experts, each a gated MLP, and mixes what comes back (k3.md 2.4: u = sum_j p_j E_j(z)).
+
+    Nothing of the size of T * k rows is kept for the backward pass: it saves the arguments and dispatches again.
+
+    Args:
+        x: tokens [T, L].
+        experts: expert of each choice [T, k], integers. An id outside [0, E) routes the choice nowhere.
+        weights: mixing weight of each choice [T, k].
+        w1, w3: matrices of the two branches [E, L, F], of any floating dtype.
+        w2: [E, F, L], of the same.
+        activation: act(gate, linear) of two arrays of one shape, element by element, in gate's dtype.
+        implementation: "blocked" (work follows the active rows; for CPUs), "ragged" (`lax.ragged_dot`) or None,
+            which is "blocked" where JAX's default backend is a CPU.
+
+    Returns:
+        [T, L] in x's dtype, summed in fp32; 0 for a token routed nowhere. What is routed nowhere reaches nothing and
+        gets gradient 0, whatever it holds; the gradients of an expert without tokens are exactly 0.
+
+    Raises:
+        ValueError: shapes or dtypes that do not belong together, an unknown implementation.
+    """
+    _check_routing("expert_layer", x, experts, weights)
+    if w1.ndim != 3 or w1.shape[1] != x.shape[1] or w3.shape != w1.shape or w2.shape != (w1.shape[0], *w1.shape[:0:-1]):
+        raise ValueError(
+            f"expert_layer: w1, w3 [E, {x.shape[1]}, F] and w2 [E, F, {x.shape[1]}] expected, "
+            f"got {w1.shape}, {w3.shape} and {w2.shape}"
+        )
+    if not w1.dtype == w3.dtype == w2.dtype:
+        raise ValueError(f"expert_layer: w1, w3, w2 of one dtype expected, got {w1.dtype}, {w3.dtype} and {w2.dtype}")
+    if 0 in (experts.size, w1.shape[0]):
+        return jnp.zeros_like(x)
+    arguments = x, experts, weights, w1, w3, w2, activation
+    return select.run("expert_layer", _preferred(LAYERS), implementation, *arguments)
+
+
+def _preferred(implementations: dict[str, Callable]) -> dict[str, Callable]:
+    """The implementations, first the one for JAX's default backend."""
+    names = ("blocked", "ragged") if jax.default_backend() == "cpu" else ("ragged", "blocked")
+    return {name: implementations[name] for name in names}
+
+
+def _check_routing(operation: str, x: Array, experts: Array, weights: Array) -> None:
+    if x.ndim != 2 or experts.ndim != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
+        raise ValueError(
+            f"{operation}: x [T, L], experts [T, k] and weights [T, k] expected, "
+            f"got {x.shape}, {experts.shape} and {weights.shape}"
+        )
+    if not jnp.issubdtype(experts.dtype, jnp.integer) or not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"{operation}: integer experts and floating weights expected, got {experts.dtype} and {weights.dtype}"
+        )
 
 
 def permute(
@@ -42,15 +113,7 @@ def permute(
     Raises:
         ValueError: shapes that do not belong together, ids that are not integers.
     """
-    if x.ndim != 2 or experts.ndim != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
-        raise ValueError(
-            f"permute: x [T, L], experts [T, k] and weights [T, k] expected, "
-            f"got {x.shape}, {experts.shape} and {weights.shape}"
-        )
-    if not jnp.issubdtype(experts.dtype, jnp.integer) or not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(
-            f"permute: integer experts and floating weights expected, got {experts.dtype} and {weights.dtype}"
-        )
+    _check_routing("permute", x, experts, weights)
     plan, group_sizes = dispatch.make_plan(experts, weights, num_experts)
     return dispatch.gather_rows(x, plan.source, plan.slot), group_sizes, plan
 
@@ -112,7 +175,5 @@ def grouped_matmul(
         )
     if 0 in (lhs.shape[0], rhs.shape[0]):
         return jnp.zeros((lhs.shape[0], rhs.shape[2]), lhs.dtype)
-    preferred = ("blocked", "ragged") if jax.default_backend() == "cpu" else ("ragged", "blocked")
-    products = {name: _PRODUCTS[name] for name in preferred}
     sizes = jnp.asarray(group_sizes, jnp.int32)
-    return select.run("grouped_matmul", products, implementation, lhs, rhs, sizes)
+    return select.run("grouped_matmul", _preferred(PRODUCTS), implementation, lhs, rhs, sizes)

@@ -12,12 +12,15 @@ above is a gather (no scatter of rows, one order of summation), and what is rout
 gradient 0, whatever is stored there.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
+
+Activation = Callable[[Array, Array], Array]  # of both branches of a gated MLP, element by element, in their dtype
 
 
 class Plan(NamedTuple):
@@ -52,24 +55,36 @@ def make_plan(
 @jax.custom_vjp
 def gather_rows(x: Float[Array, "T L"], source: UInt[Array, "M"], slot: UInt[Array, "T k"]) -> Float[Array, "M L"]:
     """Row i is the token of copy source[i]; unused rows are 0."""
-    return _take(x, _token(source, slot))
+    return take(x, row_tokens(source, slot))
 
 
-def _gather_rows_forward(x, source, slot):
-    return gather_rows(x, source, slot), slot
+@jax.custom_vjp
+def sum_rows(rows: Float[Array, "M L"], source: UInt[Array, "M"], slot: UInt[Array, "T k"]) -> Float[Array, "T L"]:
+    """Token t is the sum of its rows, accumulated in fp32 at least; nothing unused is read."""
+    return jnp.sum(_wide(take(rows, slot)), axis=1).astype(rows.dtype)
 
 
-def _gather_rows_backward(slot, drows):
-    return jnp.sum(_wide(_take(drows, slot)), axis=1).astype(drows.dtype), None, None
+# Each is the other's transpose.
+gather_rows.defvjp(
+    lambda x, source, slot: (gather_rows(x, source, slot), (source, slot)),
+    lambda maps, drows: (sum_rows(drows, *maps), None, None),
+)
+sum_rows.defvjp(
+    lambda rows, source, slot: (sum_rows(rows, source, slot), (source, slot)),
+    lambda maps, dy: (gather_rows(dy, *maps), None, None),
+)
 
 
-gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+def row_weights(plan: Plan) -> Float[Array, "M"]:
+    """The weight of each row; 0 for unused rows."""
+    weights, slot = plan.weights.reshape(-1, 1), plan.slot.reshape(-1, 1)
+    return gather_rows(weights, plan.source, slot)[:, 0]
 
 
 @jax.custom_vjp
 def mix_rows(rows: Float[Array, "M L"], plan: Plan) -> Float[Array, "T L"]:
     """Token t is the weighted sum of its rows, accumulated in fp32 at least; nothing unused is read."""
-    copies = _wide(_take(rows, plan.slot))
+    copies = _wide(take(rows, plan.slot))
     weights = jnp.where(plan.slot < rows.shape[0], plan.weights, 0)
     return jnp.sum(copies * weights[:, :, None], axis=1).astype(rows.dtype)
 
@@ -80,21 +95,21 @@ def _mix_rows_forward(rows, plan):
 
 def _mix_rows_backward(residuals, dy):
     rows, (source, slot, weights) = residuals
-    dy = _wide(_take(dy, _token(source, slot)))
-    drows = dy * _take(weights.reshape(slot.size), source)[:, None]
-    dweights = _take(jnp.sum(_wide(rows) * dy, axis=1), slot)
+    dy = _wide(take(dy, row_tokens(source, slot)))
+    drows = dy * take(weights.reshape(slot.size), source)[:, None]
+    dweights = take(jnp.sum(_wide(rows) * dy, axis=1), slot)
     return drows.astype(rows.dtype), Plan(None, None, dweights.astype(weights.dtype))
 
 
 mix_rows.defvjp(_mix_rows_forward, _mix_rows_backward)
 
 
-def _token(source, slot):
-    """Token of each row; out of bounds where the row is unused."""
+def row_tokens(source: UInt[Array, "M"], slot: UInt[Array, "T k"]) -> UInt[Array, "M"]:
+    """The token of each row; out of bounds where the row is unused."""
     return lax.div(source, jnp.full_like(source, slot.shape[1]))
 
 
-def _take(array, index):
+def take(array: Array, index: Array) -> Array:
     """array[index] with 0 where the index is out of bounds."""
     return jnp.asarray(array).at[index].get(mode="fill", fill_value=0)
 

@@ -10,7 +10,7 @@ from golden_files import assert_close
 from jax.extend.core import jaxprs_in_params
 
 from pallas_kernels.moe import combine, grouped_matmul, permute
-from pallas_kernels.moe.grouped_matmul import _block_table, block_rows
+from pallas_kernels.moe.blocks import LANES, block_rows, for_each_block
 
 IMPLEMENTATIONS = ["blocked", "ragged"]
 
@@ -95,11 +95,31 @@ def test_bf16_accumulates_in_fp32(implementation):
         assert np.sqrt(np.mean((np.asarray(actual, np.float64) - e) ** 2) / np.mean(e**2)) < 3e-3
 
 
-def test_blocks_follow_the_active_rows():
-    for sizes in ([512] * 16, [8192] + [0] * 15, [3, 0, 5] + [0] * 13, [0] * 16):
-        size, ends = block_rows(8192, 16), _block_table(jnp.array(sizes, jnp.int32), 8192)[1]
-        assert size == 128
-        assert int(ends[-1]) == sum(-(-s // size) for s in sizes)
+@pytest.mark.parametrize("sizes", [[512] * 16, [8192] + [0] * 15, [3, 0, 5] + [0] * 13, [7] * 15 + [300], [0] * 16])
+def test_steps_follow_the_active_rows(sizes):
+    """Every row is owned once, and no more steps are taken than the rows of pairs of groups of like size ask for."""
+    rows = 8192
+    block = block_rows(rows, len(sizes))
+    assert 64 <= block <= 160
+
+    def body(at, _, carry, sums):
+        steps, owned = carry
+        ones = jnp.where(at.owned, at.take(owned) + 1, 0)
+        return (steps + 1, at.put(owned, ones)), sums
+
+    empty = jnp.int32(0), jnp.zeros(rows, jnp.int32)
+    steps, owned = for_each_block(jnp.array(sizes, jnp.int32), rows, lambda groups: groups, body, empty)
+    np.testing.assert_array_equal(owned, np.arange(rows) < sum(sizes))
+    longest = sorted(sizes, reverse=True)[::LANES]
+    assert int(steps) == sum(-(-size // block) for size in longest)
+
+
+@pytest.mark.parametrize("rows, groups", [(1, 1), (1, 9), (5, 2), (128, 1), (4096, 1), (16384, 64), (14336, 896)])
+def test_balanced_groups_fill_their_blocks(rows, groups):
+    """A group two standard deviations above the mean leaves less than one row in eight of its blocks unused."""
+    block, likely = block_rows(rows, groups), rows / groups + 2 * (rows / groups) ** 0.5
+    assert 1 <= block <= rows
+    assert block == rows or -(-likely // block) * block <= likely * 9 / 8 + 8
 
 
 def test_no_rows_and_bad_shapes():
@@ -238,5 +258,5 @@ def test_programs_stay_small():
 
         return jax.vjp(there_and_back, x, weights)[1](dy)
 
-    assert equations(jax.make_jaxpr(product)(x, jnp.ones((2, 4, 3)), jnp.ones((8, 3))).jaxpr) <= 120
+    assert equations(jax.make_jaxpr(product)(x, jnp.ones((2, 4, 3)), jnp.ones((8, 3))).jaxpr) <= 230
     assert equations(jax.make_jaxpr(moved)(x, weights, x).jaxpr) <= 80
