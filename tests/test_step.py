@@ -1,6 +1,7 @@
 """train_step: every tensor moves, normalisation by targets (O19), counts (O09), skipped steps, program size."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from k3jax.model import parameters
 from k3jax.model.loss import cross_entropy
 from k3jax.optim import make_optimizer
 from k3jax.parallel import make_mesh
-from k3jax.step import TrainState, abstract_decoder, clipped, init_state, make_gradients, make_train_step
+from k3jax.step import TrainState, abstract_decoder, clipped, init_state, make_gradients, make_train_step, next_bias
 
 ONE_LAYER = sizes.model(layers=1, dense_layers=0, attn_res_block=None, mla_layers=(1,), embed=8)
 
@@ -125,6 +126,18 @@ def test_gradients_of_many_add_up_in_fp32():
     exact, narrow = gradient(hidden, 2**20), gradient(hidden.astype(jnp.bfloat16), 128)
     assert narrow.dtype == jnp.float32
     assert np.linalg.norm(narrow - exact) < 4e-3 * np.linalg.norm(exact)
+
+
+def test_running_mean_of_the_bias():
+    """One bin for all tokens of an expert: estimates -0.7995 ... by hand, a quarter of them in the mean."""
+    config = sizes.model(moe={"routed_experts": 4, "top_k": 1, "balancing_ema": 0.75}).moe
+    histogram = np.zeros((1, 4, 1000), np.int32)
+    histogram[0, range(4), [100, 300, 500, 700]] = 8
+    stats = types.SimpleNamespace(histogram=jnp.asarray(histogram), tokens=jnp.int32(8))
+    bias, mean = next_bias(config, jnp.zeros((1, 4)), jnp.full((1, 4), 0.4), stats)
+    expected = 0.75 * 0.4 + 0.25 * np.array([-0.7995, -0.3995, 0.0005, 0.4005])
+    np.testing.assert_allclose(mean[0], expected, atol=1e-6)
+    np.testing.assert_allclose(bias[0], expected - expected.mean(), atol=1e-6)
 
 
 @pytest.mark.parametrize("balancing", ["sign", "none"])

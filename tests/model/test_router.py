@@ -71,6 +71,40 @@ def test_frozen_scores_balance():
     assert found[2] <= 0.15 and found[3] <= 0.12
 
 
+def overloads(rule, steps=30, tokens=1024, experts=32, top_k=4):
+    """Worst load / mean - 1 at each step, of new tokens and experts whose logits go for a random walk."""
+    rng = np.random.default_rng(8)
+    offset, bias, found = np.linspace(2, -2, experts), jnp.zeros((1, experts)), []
+    for _ in range(steps):
+        scores = jnp.asarray(1 / (1 + np.exp(-rng.normal(size=(tokens, experts)) - offset)), jnp.float32)
+        chosen, cutoff = router.select(scores, bias[0], top_k)
+        load = np.bincount(np.ravel(chosen), minlength=experts)
+        found.append(load.max() / load.mean() - 1)
+        bias = router.centred(rule(scores, cutoff, bias, load, top_k))
+        offset += 0.05 * rng.normal(size=experts)
+    return np.array(found)
+
+
+def test_drifting_router():
+    """Quantile Balancing stays below the sign rule at every step after the fifth; bins cost it next to nothing."""
+
+    def quantile(scores, cutoff, bias, load, top_k):
+        counts = router.histogram(scores, cutoff, bias[0])
+        return router.quantile_estimate(counts[None], bias, jnp.int32(len(scores)), top_k)
+
+    def exact(scores, cutoff, bias, load, top_k):
+        return router.exact_estimate(scores, cutoff, top_k)[None]
+
+    def sign(rate):
+        return lambda scores, cutoff, bias, load, top_k: router.sign_update(bias, jnp.asarray(load)[None], rate)
+
+    found, without_bins = overloads(quantile), overloads(exact)
+    for rate in (1e-3, 1e-2):
+        assert (found[5:] < overloads(sign(rate))[5:]).all()
+    assert found[0] > 3 and found[5:].max() < 1
+    assert np.abs(found - without_bins)[5:].max() < 0.1
+
+
 def test_padding_is_routed_nowhere_and_never_counted():
     config = sizes.model(moe={"routed_experts": 8, "top_k": 2}).moe
     scores = jax.nn.sigmoid(jax.random.normal(jax.random.key(0), (32, 8)))
