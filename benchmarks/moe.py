@@ -164,7 +164,7 @@ def balancing(picture: str | None) -> None:
         axes.set(yscale="log", xlabel="step", ylabel="largest load / mean - 1", title="Balancing a drifting router")
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(picture, dpi=120)
+        figure.savefig(picture, dpi=80)
 
 
 def main() -> None:
