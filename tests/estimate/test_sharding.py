@@ -29,7 +29,8 @@ def held(config):
     layout = Layout.of(mesh, variables)
     optimizer, _, _ = make_optimizer(config, variables, spread=layout.spread)
     create = lambda: init_state(config, optimizer)  # noqa: E731
-    state = jax.jit(create, out_shardings=layout.shardings(jax.eval_shape(create)))()
+    quick = {"compiler_options": {"xla_backend_optimization_level": 0}}
+    state = jax.jit(create, out_shardings=layout.shardings(jax.eval_shape(create)), **quick)()
     sums = collections.Counter()
     for name, tree in (("params", state.params), ("state", (state.params, state.opt_state))):
         for leaf in jax.tree.leaves(tree):
@@ -39,7 +40,7 @@ def held(config):
     return sums["params"], sums["state"]
 
 
-@pytest.mark.parametrize("data, fsdp", [(1, 8), (4, 2), (8, 1)])
+@pytest.mark.parametrize("data, fsdp", [(1, 8), (4, 2)])
 def test_bytes_are_those_of_real_arrays(data, fsdp):
     config = on(data, fsdp)
     mesh, found = shares(config)
