@@ -1,11 +1,11 @@
-"""The GPU kernels of KDA and MLA on this machine's GPU: are they right, how fast, how far from what the card can do.
+"""The GPU kernels on this machine's GPU: are they right, how fast, how far from what the card can do.
 
     python benchmarks/gpu.py [--seed N] [--seconds 220]
 
 1. Every kernel against fp32 mathematics on new random inputs (gpu_checks.py). One that fails makes the exit code 1.
 2. What the card reaches here: bytes/s of a pass over a large array, FLOP/s of a large bf16 product.
-3. Forward, and forward and backward, at K3's widths in bf16 (gpu_times.py): the kernels, the XLA form, and where torch
-   and flash-linear-attention are installed its Triton kernels for KDA; then each kernel of KDA alone.
+3. Forward, and forward and backward, at K3's widths in bf16 (gpu_times.py, gpu_moe.py): the kernels, the XLA form, and
+   where torch and flash-linear-attention are installed its Triton kernels for KDA; then each kernel of KDA alone.
 4. What the kernels read and write, counted from their blocks (gpu_traffic.py).
 
 A line of JSON for each figure, then tables for RESULTS.md. Everything is compiled before anything is timed; what does
@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gpu_checks
+import gpu_moe
 import gpu_times
 import gpu_traffic
 import jax
@@ -36,6 +37,9 @@ from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention import gpu as attention_gpu
 from pallas_kernels.kda import api as kda_api
 from pallas_kernels.kda import gpu as kda_gpu
+from pallas_kernels.kda.short_conv import IMPLEMENTATIONS as CONVOLUTIONS
+from pallas_kernels.moe import api as moe_api
+from pallas_kernels.moe import gpu as moe_gpu
 
 DTYPES = "bfloat16", "float32"
 KDA_WIDTHS = (64, 64), (64, 128), (128, 64), (32, 32), (16, 16), (256, 256)
@@ -46,6 +50,7 @@ CASES = (
     *(Case("kda", dtype, widths, True, 200, 1) for dtype in DTYPES for widths in KDA_WIDTHS),
     *(Case("mla", dtype, (128, 64, 128), ids, 600, 2) for dtype in DTYPES for ids in (False, True)),
     *(Case("mla", dtype, widths, True, 300, 2) for dtype in DTYPES for widths in MLA_WIDTHS),
+    *(Case("conv", dtype, (128,), ids, 600, 3) for dtype in DTYPES for ids in (False, True)),
 )
 PLAN = Plan((2_048, 8_192, 32_768), (8, 96), 128, 64, (8_192, 96), 2**30, 8_192, 5, 0.05)
 TOY_CASES = (
@@ -53,6 +58,7 @@ TOY_CASES = (
     Case("kda", "float32", (16, 32), False, 40, 1, 2),
     Case("mla", "bfloat16", (32, 16, 32), False, 100, 1),
     Case("mla", "float32", (16, 16, 16), True, 100, 1),
+    Case("conv", "bfloat16", (32,), True, 100, 1),
 )
 TOY_PLAN = Plan((128,), (2,), 16, 16, (64, 1), 2**20, 128, 1, 0)
 
@@ -98,6 +104,8 @@ def rows(cases: tuple[Case, ...], plan: Plan, seed: int, limit: float, interpret
     start = time.monotonic()
     yield from gpu_traffic.traffic()
     yield from correctness(cases, seed, start + limit)
+    for dtype in DTYPES:
+        yield from gpu_moe.check(gpu_moe.TOY if interpret else gpu_moe.CHECKED, dtype, seed)
     launches = gpu_times.kernels(plan, interpret)
     kernels = {name: (lambda *x, launch=x: launch(*x), gpu_times.kernel_shapes(x)) for name, x in launches.items()}
     programs = compile_all(gpu_times.jobs(plan) | kernels, start + 0.6 * limit)
@@ -105,6 +113,7 @@ def rows(cases: tuple[Case, ...], plan: Plan, seed: int, limit: float, interpret
     yield {"section": "ceiling", "of": "copy", "gigabytes_per_second": gpu_times.short(most.copy / 1e9)}
     yield {"section": "ceiling", "of": "bf16 product", "teraflops": gpu_times.short(most.product / 1e12)}
     yield from gpu_times.time_kernels(plan, launches, programs, most, start + limit)
+    yield from gpu_moe.time_layers(gpu_moe.TOY if interpret else gpu_moe.TIMED, plan, most, start + 0.7 * limit)
     yield from gpu_times.time_passes(plan, programs, most, start + limit)
 
 
@@ -128,6 +137,8 @@ def main() -> int:
     interpret = jax.default_backend() != "gpu"
     if interpret:
         kda_api.IMPLEMENTATIONS["gpu"] = functools.partial(kda_gpu.kda, interpret=True)
+        CONVOLUTIONS["gpu"] = functools.partial(CONVOLUTIONS["gpu"], interpret=True)
+        moe_api.LAYERS["gpu"] = functools.partial(moe_gpu.expert_layer, interpret=True)
         attention_api.IMPLEMENTATIONS["gpu"] = functools.partial(attention_gpu.attention, interpret=True)
     else:
         gpu.require()

@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels.attention import mla_attention
 from pallas_kernels.gpu import Launch
-from pallas_kernels.kda import gpu, kda
+from pallas_kernels.kda import gpu, gpu_short_conv, kda
 
 BF16 = jnp.bfloat16
 SIDES = "gpu", "xla", "fla"  # ours first: where time runs out, the peers are left out
@@ -237,9 +237,11 @@ def synchronize(_: None) -> None:
 
 
 def kernels(plan: Plan, interpret: bool) -> dict[str, Launch]:
-    """The kernels of KDA; that of the operands runs in both passes."""
-    forward, backward = gpu.launches(1, *plan.alone, plan.width, plan.width, BF16, interpret)
-    return {f"{x.name}{' (backward)' if x is backward[0] else ''}": x for x in (*forward, *backward)}
+    """The kernels of KDA, that of the operands runs in both passes, and of the convolution of one of its inputs."""
+    tokens, heads = plan.alone
+    forward, backward = gpu.launches(1, tokens, heads, plan.width, plan.width, BF16, interpret)
+    conv = gpu_short_conv.launch(1, tokens, heads * plan.width, BF16, interpret)
+    return {f"{x.name}{' (backward)' if x is backward[0] else ''}": x for x in (*forward, *backward, conv)}
 
 
 def kernel_shapes(launch: Launch) -> list[jax.ShapeDtypeStruct]:
@@ -257,7 +259,11 @@ def time_kernels(
         if isinstance(found, str):
             yield row | {"skipped": found}
             continue
-        # Proper log decays; what the rest holds does not matter as long as it stays small.
-        arrays = [jnp.full(x.shape, -0.01, x.dtype) for x in launch.inputs]
+        # Proper log decays, integers that are tokens; what the rest holds does not matter as long as it stays small.
+        tokens = jnp.arange(plan.alone[0], dtype=jnp.int32)
+        arrays = [
+            jnp.resize(tokens, x.shape) if x.dtype == jnp.int32 else jnp.full(x.shape, -0.01, x.dtype)
+            for x in launch.inputs
+        ]
         taken = seconds(plan, functools.partial(found, *arrays))
         yield row | shares(gpu_traffic.launch_bytes(launch)[0], None, taken, most)

@@ -72,8 +72,9 @@ class KDA(nnx.Module):
         def convolved(kernel: nnx.Param, conv: nnx.Param) -> Array:
             heads = project(x, kernel[...])
             weight = conv[...].reshape(CONV_WIDTH, -1)
-            y, _ = short_conv(heads.reshape(*x.shape[:2], -1), weight.astype(x.dtype), segment_ids=segment_ids)
-            return jax.nn.silu(y).reshape(heads.shape)
+            rows = heads.reshape(*x.shape[:2], -1)
+            y, _ = short_conv(rows, weight.astype(x.dtype), segment_ids=segment_ids, silu=True)
+            return y.reshape(heads.shape)
 
         raw_decay = project(project(x, self.f_a[...]), self.f_b[...])
         out, _ = kda(

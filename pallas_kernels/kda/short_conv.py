@@ -1,9 +1,10 @@
 """Depthwise causal convolution over the last 4 tokens of a document, before KDA (and its tail, for decoding).
 
-    y_t = sum_{j=0..3} weight[3 - j] * x_{t-j}          no bias, no activation
+    y_t = sum_{j=0..3} weight[3 - j] * x_{t-j}          no bias; with `silu` SiLU of it
 
 Without segments the taps are shifted copies. With segments each tap is gathered from the j-th token before t that is
-not padding, and counts if that token is of the same document.
+not padding, and counts if that token is of the same document. On GPUs the backward pass with SiLU has a kernel
+(gpu_short_conv.py); everything else XLA fuses into one pass over its arrays.
 Invariant: padding neither receives nor contributes anything, NaN included; a token never sees another document.
 """
 
@@ -15,9 +16,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from pallas_kernels import select
+from pallas_kernels.kda import gpu_short_conv
+from pallas_kernels.kda.gpu_short_conv import TAPS
 from pallas_kernels.segments import first_id, following, keep_tokens, previous, take
-
-TAPS = 3  # tokens before the current one
 
 
 def short_conv(
@@ -27,6 +29,8 @@ def short_conv(
     segment_ids: Int[Array, "B T"] | None = None,
     left: Float[Array, "B 3 C"] | None = None,
     left_segment_ids: Int[Array, "B 3"] | None = None,
+    silu: bool = False,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B 3 C"]]:
     """Convolves each channel with its own 4 weights (Kimi Linear, arXiv 2510.26692, section 4).
 
@@ -38,6 +42,9 @@ def short_conv(
         left: the 3 tokens before x, oldest first, 0 where there were fewer; None is 0.
         left_segment_ids: their documents, 0 where there is no token; needs `segment_ids`. None: `left` belongs to the
             row's first document.
+        silu: the output is SiLU of the convolution.
+        implementation: "gpu" (the backward pass is a Pallas kernel; sm_80 and newer, with `silu`, without `left`),
+            "xla", or None for the best that takes the case.
 
     Returns:
         The output, and the tail: the last 3 tokens of the row's last document (`left` included), oldest first, 0
@@ -45,8 +52,56 @@ def short_conv(
 
     Raises:
         ValueError: a shape or an option that does not fit.
+        NotImplementedError: the named implementation does not take this case.
     """
     _check(x, weight, segment_ids, left, left_segment_ids)
+    arguments = x, weight, segment_ids, left, left_segment_ids, silu
+    return select.run("short_conv", IMPLEMENTATIONS, implementation, *arguments)
+
+
+def _gpu(
+    x: Array,
+    weight: Array,
+    segment_ids: Array | None,
+    left: Array | None,
+    left_segment_ids: Array | None,
+    silu: bool,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """With a kernel for the backward pass, which runs on any device with `interpret`, slowly."""
+    gpu_short_conv.check(x, left, silu, interpret)
+    _, tail = _xla(x, weight, segment_ids, None, None, False)
+    return _activated(x, weight, segment_ids, interpret), tail
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _activated(x: Array, weight: Array, segment_ids: Array | None, interpret: bool) -> Array:
+    return _xla(x, weight, segment_ids, None, None, True)[0]
+
+
+def _activated_forward(x: Array, weight: Array, segment_ids: Array | None, interpret: bool) -> tuple[Array, tuple]:
+    residuals = x, weight, segment_ids
+    return _activated(x, weight, segment_ids, interpret), residuals
+
+
+def _activated_backward(interpret: bool, residuals: tuple, d_y: Array) -> tuple[Array, Array, None]:
+    return *gpu_short_conv.gradients(*residuals, d_y, interpret), None
+
+
+_activated.defvjp(_activated_forward, _activated_backward)
+
+
+def _xla(
+    x: Array,
+    weight: Array,
+    segment_ids: Array | None,
+    left: Array | None,
+    left_segment_ids: Array | None,
+    silu: bool,
+) -> tuple[Array, Array]:
+    if silu:
+        y, tail = _xla(x, weight, segment_ids, left, left_segment_ids, False)
+        return jax.nn.silu(y), tail
     length = x.shape[1]
     weight = weight.astype(jnp.float32)
     if left is None:
@@ -64,6 +119,9 @@ def short_conv(
     tokens = lax.pad(tokens, np.zeros((), x.dtype), ((0, 0, 0), (1, 1, 0), (0, 0, 0)))
     output = _convolve(tokens, weight, ids)
     return lax.slice_in_dim(output, 1 + TAPS, 1 + TAPS + length, axis=1), _tail(tokens, ids)
+
+
+IMPLEMENTATIONS = {"gpu": _gpu, "xla": _xla}  # most preferred first
 
 
 def _weighted_sum(taps: list[Array], weight: Array) -> Array:

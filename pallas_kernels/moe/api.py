@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import select
-from pallas_kernels.moe import dispatch, xla
+from pallas_kernels.moe import dispatch, gpu, xla
 from pallas_kernels.moe import grouped_matmul as products
 from pallas_kernels.moe.dispatch import Activation, Plan
 
-PRODUCTS = {"blocked": products.blocked, "ragged": products.ragged}
-LAYERS = {"blocked": xla.blocked, "ragged": xla.ragged}
+PRODUCTS = {"ragged": products.ragged, "blocked": products.blocked}
+LAYERS = {"gpu": gpu.expert_layer, "ragged": xla.ragged, "blocked": xla.blocked}
 
 
 def expert_layer(
@@ -50,8 +50,8 @@ def expert_layer(
         w1, w3: matrices of the two branches [E, L, F], of any floating dtype.
         w2: [E, F, L], of the same.
         activation: act(gate, linear) of two arrays of one shape, element by element, in gate's dtype.
-        implementation: "blocked" (work follows the active rows; for CPUs), "ragged" (`lax.ragged_dot`) or None,
-            which is "blocked" where JAX's default backend is a CPU.
+        implementation: "gpu" (Pallas kernels; sm_80 and newer, widths in 16s), "blocked" (work follows the active rows;
+            for CPUs), "ragged" (`lax.ragged_dot`), or None for the best that takes the case.
 
     Returns:
         [T, L] in x's dtype, summed in fp32; 0 for a token routed nowhere. What is routed nowhere reaches nothing and
@@ -75,9 +75,11 @@ def expert_layer(
 
 
 def _preferred(implementations: dict[str, Callable]) -> dict[str, Callable]:
-    """The implementations, first the one for JAX's default backend."""
-    names = ("blocked", "ragged") if jax.default_backend() == "cpu" else ("ragged", "blocked")
-    return {name: implementations[name] for name in names}
+    """The implementations, most preferred first: on a CPU that is the one for CPUs."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if (jax.default_backend() if device is None else device.platform) != "cpu":
+        return implementations
+    return {"blocked": implementations["blocked"]} | implementations
 
 
 def _check_routing(operation: str, x: Array, experts: Array, weights: Array) -> None:

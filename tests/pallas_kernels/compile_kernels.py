@@ -16,17 +16,32 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from absent_gpu import CARDS, abstract_gpu, compile_for
+from test_expert_layer import situ
 
 from pallas_kernels.attention import gpu as attention_gpu
 from pallas_kernels.gpu import Launch
 from pallas_kernels.kda import gpu as kda_gpu
+from pallas_kernels.kda import gpu_short_conv
+from pallas_kernels.moe import gpu as moe_gpu
 
 BF16, FP32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-LENGTH, HEADS = 8192, 8
+LENGTH, HEADS, EXPERTS = 8192, 8, 112
 KDA, KDA_FITS = [(128, 128), (64, 64), (64, 128), (128, 64), (32, 32), (16, 16)], [(256, 256), (256, 64), (64, 256)]
 MLA = [(128, 64, 128), (64, 32, 64), (32, 16, 32)]
-SPILLS = {"kda": [*itertools.product(KDA, (BF16, FP32))], "mla": [*itertools.product(MLA, (BF16,))]}
-ONLY_FITS = {"kda": [*itertools.product(KDA_FITS, (BF16, FP32))], "mla": [*itertools.product(MLA, (FP32,))]}
+CONV = [(HEADS * 128,), (64,), (32,)]
+MOE = [(3584, 3072), (512, 512), (256, 256), (64, 64), (48, 16)]  # latent and inner width
+SPILLS = {
+    "kda": [*itertools.product(KDA, (BF16, FP32))],
+    "mla": [*itertools.product(MLA, (BF16,))],
+    "short_conv": [*itertools.product(CONV, (BF16, FP32))],
+    "moe": [*itertools.product(MOE, (BF16,))],
+}
+ONLY_FITS = {
+    "kda": [*itertools.product(KDA_FITS, (BF16, FP32))],
+    "mla": [*itertools.product(MLA, (FP32,))],
+    "short_conv": [],
+    "moe": [*itertools.product(MOE, (FP32,))],
+}
 
 
 def launches(card: str, cases: dict) -> Iterator[tuple[Launch, tuple[int, ...], jnp.dtype]]:
@@ -39,6 +54,11 @@ def launches(card: str, cases: dict) -> Iterator[tuple[Launch, tuple[int, ...], 
             found = {x.name: x for x in (*forward, *backward)}
             assert len(found) == number
             yield from ((x, widths, dtype) for x in found.values())
+    for channels, dtype in cases["short_conv"]:
+        yield gpu_short_conv.launch(1, LENGTH, *channels, dtype), channels, dtype
+    for widths, dtype in cases["moe"]:
+        forward, backward = moe_gpu.launches(LENGTH, 2, EXPERTS, *widths, dtype, situ)
+        yield from ((x, widths, dtype) for x in (*forward, *backward))
 
 
 def compiled(card: str, launch: Launch, folder: Path) -> tuple[int, str]:

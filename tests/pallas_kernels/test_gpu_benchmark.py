@@ -33,13 +33,16 @@ def section(rows, name):
 
 def test_runs_through(rows):
     checked, timed = section(rows, "correctness"), section(rows, "time")
-    assert len(checked) == 2 * 8 + 2 * 6 and all(row["pass"] for row in checked)
+    assert len(checked) == 2 * 8 + 2 * 6 + 3 + 2 * 6 and all(row["pass"] for row in checked)
     assert all(row["relative_rms"] > 0 for row in checked)  # two programs were compared
     assert {(row["operation"], row["side"]) for row in timed if "ms" in row} == {
         (operation, side) for operation in ("kda", "mla") for side in ("gpu", "xla")
     }
     assert {row["kernel"] for row in section(rows, "traffic")} - {"all"} == KERNELS
-    assert {row["kernel"].split()[0] for row in section(rows, "kernel")} == {k for k in KERNELS if k.startswith("kda")}
+    layers = {(row["side"], row["direction"]) for row in section(rows, "moe") if "ms" in row}
+    assert layers == {(side, way) for side in ("gpu", "ragged") for way in ("forward", "forward+backward")}
+    alone = {row["kernel"].split()[0] for row in section(rows, "kernel")}
+    assert alone == {k for k in KERNELS if k.startswith("kda")} | {"short_conv_gradients"}
 
 
 def test_bytes(rows):

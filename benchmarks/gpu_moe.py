@@ -1,0 +1,112 @@
+"""The MoE's GPU kernels: right against the form for CPUs in fp32, and how long a layer of experts takes.
+
+Routing is random, one token in ten goes nowhere and holds NaN. FLOPs are the model's: three products of each routed
+row forward, twice as many backward; what the backward pass computes again does not count.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import gpu_checks
+import gpu_times
+import jax
+import jax.numpy as jnp
+from gpu_times import Ceilings, Plan
+
+from k3jax.model.common import situ
+from pallas_kernels.moe import expert_layer
+
+ACTIVATION = functools.partial(situ, beta=4.0, linear_beta=25.0)
+NAMES = "output", "d_tokens", "d_weights", "d_w1", "d_w3", "d_w2"
+SIDES = "gpu", "ragged"
+BOUNDS = {"bfloat16": (5e-3, 8e-3), "float32": (1e-5, 1e-4)}  # of the output, of gradients; rms in bf16
+
+
+class Layer(NamedTuple):
+    """Sizes of a layer of experts."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    latent: int
+    inner: int
+
+
+CHECKED, TIMED = Layer(1_000, 24, 4, 256, 384), Layer(8_192, 112, 2, 3_584, 3_072)  # an eighth of K3's experts
+TOY = Layer(90, 5, 2, 48, 80)
+
+
+def draw(layer: Layer, dtype: Any, seed: jax.Array) -> tuple[jax.Array, ...]:
+    """Ids, tokens, weights, w1, w3, w2 in `dtype`, gradient of the output; NaN in tokens that go nowhere."""
+    tokens, experts, k, latent, inner = layer
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+    ids = jax.lax.top_k(jax.random.uniform(next(keys), (tokens, experts)), k)[1]
+    nowhere = jax.random.uniform(next(keys), (tokens, 1)) < 0.1
+    weights = jax.random.uniform(next(keys), (tokens, k))
+    x, d_output = (jnp.where(nowhere, jnp.nan, jax.random.normal(next(keys), (tokens, latent), dtype)) for _ in "xy")
+    shapes = (experts, latent, inner), (experts, latent, inner), (experts, inner, latent)
+    matrices = (jax.random.normal(next(keys), s, dtype) * s[1] ** -0.5 for s in shapes)
+    return jnp.where(nowhere, experts, ids), x, weights, *matrices, d_output
+
+
+def forward(implementation: str, ids, x, weights, w1, w3, w2, d_output) -> Any:
+    """The output."""
+    return expert_layer(x, ids, weights, w1, w3, w2, activation=ACTIVATION, implementation=implementation)
+
+
+def both(implementation: str, ids, *arrays) -> Any:
+    """Output and gradients."""
+    *inputs, d_output = arrays
+    output, pull_back = jax.vjp(lambda *inputs: forward(implementation, ids, *inputs, None), *inputs)
+    return output, *pull_back(d_output)
+
+
+def check(layer: Layer, dtype: str, seed: int) -> Iterator[dict[str, Any]]:
+    """A row for each tensor, in gpu_checks' words."""
+    arrays = jax.jit(functools.partial(draw, layer, jnp.dtype(dtype)))(seed)
+    exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arrays]
+    wanted = jax.device_get(jax.jit(functools.partial(both, "blocked"))(*exact))
+    ours = jax.jit(functools.partial(both, "gpu")).lower(*arrays).compile()
+    gpu_checks.poison()
+    narrow = dtype == "bfloat16"
+    for name, x, y in zip(NAMES, jax.device_get(ours(*arrays)), wanted, strict=True):
+        rms, largest = gpu_checks.errors(x, y)
+        bound = BOUNDS[dtype][name.startswith("d_")]
+        yield {
+            "section": "correctness",
+            "case": f"moe {dtype} {'x'.join(map(str, layer))}",
+            "tensor": name,
+            "relative_rms": float(f"{rms:.3g}"),
+            "max_error": float(f"{largest:.3g}"),
+            "bound": bound,
+            "bound_of": "relative_rms" if narrow else "max_error",
+            "pass": (rms if narrow else largest) <= bound,
+        }
+
+
+def time_layers(layer: Layer, plan: Plan, most: Ceilings, until: float) -> Iterator[dict[str, Any]]:
+    """A row for each side and direction."""
+    dtype = jnp.bfloat16
+    arrays = jax.jit(functools.partial(draw, layer, dtype))(0)
+    routed = int(jnp.sum(arrays[0] < layer.experts))
+    passes: dict[str, Callable] = {"forward": forward, "forward+backward": both}
+    ours = {}
+    for side in SIDES:
+        for direction, function in passes.items():
+            row = {"section": "moe", "side": side, "direction": direction} | layer._asdict()
+            if time.monotonic() > until:
+                yield row | {"skipped": "no time left"}
+                continue
+            try:
+                program = jax.jit(functools.partial(function, side)).lower(*arrays).compile()
+                taken = gpu_times.seconds(plan, functools.partial(program, *arrays))
+            except RuntimeError as error:
+                yield row | {"skipped": gpu_times.in_one_line(error)}
+                continue
+            flops = 6 * routed * layer.latent * layer.inner * (1 if direction == "forward" else 3)
+            matrices = sum(x.nbytes for x in arrays[3:6]) * (1 if direction == "forward" else 3)
+            row |= gpu_times.shares(matrices, flops, taken, most)
+            ours.setdefault(direction, taken)
+            yield row | {"times_gpu": gpu_times.short(taken / ours[direction])} if side != "gpu" else row
