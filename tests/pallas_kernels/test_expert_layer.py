@@ -80,28 +80,31 @@ def run(implementation, ids, x, weights, w1, w3, w2, dy):
 NAMES = "y", "dx", "dweights", "dw1", "dw3", "dw2"
 
 
+def check(implementation, kind, ids, arrays):
+    """Every tensor and every expert's slice against the oracle; what goes nowhere holds NaN, and gets exactly 0."""
+    experts, expected = len(arrays[2]), oracle(arrays[0], ids, *arrays[1:])
+    nowhere = (ids < 0) | (ids >= experts)
+    arrays[1][nowhere] = np.nan
+    for x in (arrays[0], arrays[5]):
+        x[nowhere.all(1)] = np.nan
+    actual = run(implementation, ids, *arrays)
+    for name, a, e in zip(NAMES, actual, expected, strict=True):
+        assert_close(a, e, 1e-5 if name == "y" else 1e-4, f"{kind} {name}")
+    for name, a, e in zip(NAMES[3:], actual[3:], expected[3:], strict=True):
+        for expert in range(experts):
+            assert_close(a[expert], e[expert], 1e-4, f"{kind} {name}[{expert}]")
+    empty = np.bincount(ids[~nowhere], minlength=experts) == 0
+    assert all((np.asarray(a)[empty] == 0).all() for a in actual[3:])
+    assert (np.asarray(actual[2])[nowhere] == 0).all()
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("experts, k, tokens", [(8, 1, 75), (8, 2, 700), (24, 4, 200), (96, 16, 60), (896, 16, 50)])
 def test_equals_a_loop_over_experts(experts, k, tokens, implementation):
-    """Every tensor and every expert's slice; what goes nowhere may hold NaN."""
     for kind in ("uniform", "skewed", "one", "none"):
         rng = np.random.default_rng(experts + k)
         ids = routing(kind, rng, tokens, experts, k)
-        arrays = draw(rng, tokens, experts, k)
-        expected = oracle(arrays[0], ids, *arrays[1:])
-        nowhere = (ids < 0) | (ids >= experts)
-        arrays[1][nowhere] = np.nan
-        for x in (arrays[0], arrays[5]):
-            x[nowhere.all(1)] = np.nan
-        actual = run(implementation, ids, *arrays)
-        for name, a, e in zip(NAMES, actual, expected, strict=True):
-            assert_close(a, e, 1e-5 if name == "y" else 1e-4, f"{kind} {name}")
-        for name, a, e in zip(NAMES[3:], actual[3:], expected[3:], strict=True):
-            for expert in range(experts):
-                assert_close(a[expert], e[expert], 1e-4, f"{kind} {name}[{expert}]")
-        empty = np.bincount(ids[~nowhere], minlength=experts) == 0
-        assert all((np.asarray(a)[empty] == 0).all() for a in actual[3:])
-        assert (np.asarray(actual[2])[nowhere] == 0).all()
+        check(implementation, kind, ids, draw(rng, tokens, experts, k))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

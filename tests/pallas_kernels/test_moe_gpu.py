@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from absent_gpu import lower_for
-from golden_files import assert_close
-from test_expert_layer import NAMES, oracle, routing, run, situ
+from test_expert_layer import NAMES, check, oracle, routing, run, situ
 
 from pallas_kernels.moe import api, expert_layer, gpu
 
@@ -33,24 +32,10 @@ def draw(tokens, experts, k, latent, inner):
     "experts, k, tokens, latent, inner", [(5, 2, 77, 16, 48), (24, 4, 40, 48, 16), (3, 1, 1, 16, 16)]
 )
 def test_equals_a_loop_over_experts(experts, k, tokens, latent, inner):
-    """Every tensor and every expert's slice; what goes nowhere holds NaN, and memory not written does too."""
+    """Memory that no kernel writes is NaN: the interpreter fills it."""
     for kind in ("uniform", "skewed", "one", "none"):
         ids = routing(kind, np.random.default_rng(experts), tokens, experts, k)
-        arrays = draw(tokens, experts, k, latent, inner)
-        expected = oracle(arrays[0], ids, *arrays[1:])
-        nowhere = (ids < 0) | (ids >= experts)
-        arrays[1][nowhere] = np.nan
-        for x in (arrays[0], arrays[5]):
-            x[nowhere.all(1)] = np.nan
-        actual = run("interpreted", ids, *arrays)
-        for name, a, e in zip(NAMES, actual, expected, strict=True):
-            assert_close(a, e, 1e-5 if name == "y" else 1e-4, f"{kind} {name}")
-        for name, a, e in zip(NAMES[3:], actual[3:], expected[3:], strict=True):
-            for expert in range(experts):
-                assert_close(a[expert], e[expert], 1e-4, f"{kind} {name}[{expert}]")
-        empty = np.bincount(ids[~nowhere], minlength=experts) == 0
-        assert all((np.asarray(a)[empty] == 0).all() for a in actual[3:])
-        assert (np.asarray(actual[2])[nowhere] == 0).all()
+        check("interpreted", kind, ids, draw(tokens, experts, k, latent, inner))
 
 
 def test_bf16():
