@@ -8,7 +8,7 @@ differ in length by what neighbours in the order of sizes differ by, which adds 
 empty group costs nothing; if lanes are left over, the smallest group is worked on twice, with the same results.
 
 Invariants: a block reads and writes rows of its own group only, so rows beyond the sum of the sizes are never used; a
-group's blocks are taken in order, so its sums have one order, whatever the number of lanes.
+group's blocks are taken in order, so its sums have one order.
 """
 
 import math
@@ -67,8 +67,8 @@ def of_groups(array: Float[Array, "G ..."], groups: Int[Array, "LANES"]) -> Arra
 def put_groups(array: Float[Array, "G ..."], groups: Int[Array, "LANES"], values: Float[Array, "LANES ..."]) -> Array:
     """array with the lanes' matrices in their places, in array's dtype."""
     for lane in range(LANES):
-        value, start = values[lane][None].astype(array.dtype), (groups[lane], *[0] * (array.ndim - 1))
-        array = lax.dynamic_update_slice(array, value, start, allow_negative_indices=False)
+        value = values[lane][None].astype(array.dtype)
+        array = lax.dynamic_update_slice_in_dim(array, value, groups[lane], 0, allow_negative_indices=False)
     return array
 
 

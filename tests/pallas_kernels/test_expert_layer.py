@@ -137,6 +137,18 @@ def test_an_experts_tokens_do_not_touch_the_others(implementation):
     assert np.isnan(spoiled[0][7]).all() and np.isnan(np.asarray(spoiled[3])[[3, 5]]).all()
 
 
+def test_64_bits():
+    """With x64 on, ids may be 64 bits wide; fp32 stays fp32, to the bit."""
+    rng = np.random.default_rng(7)
+    ids, arrays = routing("uniform", rng, 40, 5, 2), draw(rng, 40, 5, 2)
+    narrow = run("blocked", ids, *arrays)
+    with jax.enable_x64(True):
+        wide = run("blocked", ids.astype(np.int64), *arrays)
+    for a, b in zip(narrow, wide, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
 def arguments(experts, tokens=512, k=4, latent=32, inner=48):
     shapes = (tokens, latent), (tokens, k), *[(experts, latent, inner)] * 2, (experts, inner, latent), (tokens, latent)
     return [jax.ShapeDtypeStruct((tokens, k), jnp.int32), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)]
