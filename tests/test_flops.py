@@ -89,13 +89,13 @@ def bare(monkeypatch):
     def no_attention(query, key, shared, value, **kwargs):
         return jnp.zeros_like(value), jnp.zeros((value.shape[0], value.shape[2], value.shape[1]))
 
-    def no_experts(lhs, rhs, sizes):
-        rows.append(2 * lhs.shape[0] * math.prod(rhs.shape[1:]))
-        return jnp.zeros((lhs.shape[0], rhs.shape[2]), lhs.dtype)
+    def no_experts(x, experts, weights, *matrices, activation):
+        rows.extend(2 * experts.size * math.prod(matrix.shape[1:]) for matrix in matrices)
+        return jnp.zeros_like(x)
 
     monkeypatch.setattr(kda, "kda", no_kda)
     monkeypatch.setattr(mla, "mla_attention", no_attention)
-    monkeypatch.setattr(moe, "grouped_matmul", no_experts)
+    monkeypatch.setattr(moe, "expert_layer", no_experts)
     return rows
 
 
