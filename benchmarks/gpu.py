@@ -6,7 +6,7 @@
 2. What the card reaches here: bytes/s of a pass over a large array, FLOP/s of a large bf16 product.
 3. Forward, and forward and backward, at K3's widths in bf16 (gpu_times.py, gpu_moe.py): the kernels, the XLA form, and
    where torch and flash-linear-attention are installed its Triton kernels for KDA; then each kernel of KDA alone.
-4. What the kernels read and write, counted from their blocks (gpu_traffic.py).
+4. What the kernels read and write, counted from their blocks (gpu_traffic.py, gpu_moe.py).
 
 A line of JSON for each figure, then tables for RESULTS.md. Everything is compiled before anything is timed; what does
 not fit into the time or the memory is left out, as its line says. Without a GPU the kernels run in Pallas' interpreter
@@ -103,6 +103,7 @@ def rows(cases: tuple[Case, ...], plan: Plan, seed: int, limit: float, interpret
     """All figures, in order; `limit` is in seconds."""
     start = time.monotonic()
     yield from gpu_traffic.traffic()
+    yield from gpu_moe.traffic()
     yield from correctness(cases, seed, start + limit)
     for dtype in DTYPES:
         yield from gpu_moe.check(gpu_moe.TOY if interpret else gpu_moe.CHECKED, dtype, seed)

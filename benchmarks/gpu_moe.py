@@ -1,22 +1,29 @@
-"""The MoE's GPU kernels: right against the form for CPUs in fp32, and how long a layer of experts takes.
+"""The MoE's GPU kernels: right against the form for CPUs in fp32, what they read and write, how long a layer takes.
 
 Routing is random, one token in ten goes nowhere and holds NaN. FLOPs are the model's: three products of each routed
-row forward, twice as many backward; what the backward pass computes again does not count.
+row forward, twice as many backward; what the backward pass computes again does not count. Bytes are those of bf16
+tokens and matrices, fp32 gradients of matrices and even routing: `once` every array of a kernel once, `charged` what
+its programs read, each for itself, which is what the L2 has to give. XLA's passes beside the kernels (sort, sums of a
+token's rows, casts of matrices) are in neither.
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import gpu_checks
 import gpu_times
+import gpu_traffic
 import jax
 import jax.numpy as jnp
 from gpu_times import Ceilings, Plan
 
+from k3jax.hardware import DEVICES
 from k3jax.model.common import situ
 from pallas_kernels.moe import expert_layer
+from pallas_kernels.moe import gpu as moe_gpu
 
 ACTIVATION = functools.partial(situ, beta=4.0, linear_beta=25.0)
 NAMES = "output", "d_tokens", "d_weights", "d_w1", "d_w3", "d_w2"
@@ -83,6 +90,53 @@ def check(layer: Layer, dtype: str, seed: int) -> Iterator[dict[str, Any]]:
             "bound": bound,
             "bound_of": "relative_rms" if narrow else "max_error",
             "pass": (rms if narrow else largest) <= bound,
+        }
+
+
+def charged(layer: Layer, kernel: str) -> int:
+    """Bytes that the programs of a kernel read of rows and matrices, and write."""
+    tokens, experts, k, latent, inner = layer
+    rows, tile = tokens * k, getattr(moe_gpu.tiles_for(latent, inner, jnp.bfloat16), kernel)
+    if kernel in ("d_up", "d_down"):
+        height, width = (latent, inner) if kernel == "d_up" else (inner, latent)
+        results = 2 if kernel == "d_up" else 1  # of as many arrays with the columns
+        # An array with the rows of the result is read for each tile of its columns, and the other way round.
+        reads = rows * height * (width // tile.columns) + results * rows * width * (height // tile.rows)
+        return 2 * reads + 4 * results * experts * latent * inner
+    # Arrays of rows, matrices, results; what is contracted, and the width of the results.
+    of_rows, matrices, results, depth, width = {
+        "up": (1, 2, 1, latent, inner), "down": (1, 1, 1, inner, latent),
+        "d_hidden": (2, 3, 3, latent, inner), "d_rows": (2, 2, 1, inner, latent),
+    }[kernel]  # fmt: skip
+    blocks = experts * math.ceil(rows / experts / tile.rows)
+    reads = of_rows * rows * depth * (width // tile.columns) + matrices * blocks * depth * width
+    return 2 * (reads + results * rows * width)
+
+
+def traffic(layer: Layer = TIMED) -> Iterator[dict[str, Any]]:
+    """A row for each kernel and pass, with the times that the card of gpu_traffic needs."""
+    tokens, experts, k, latent, inner = layer
+    card = DEVICES[gpu_traffic.CARD]
+    of_tokens, matrices, flops = 2 * tokens * latent, 3 * experts * latent * inner, 6 * tokens * k * latent * inner
+    minimum = {"forward": 2 * of_tokens + 2 * matrices, "backward": 3 * of_tokens + 6 * matrices}
+    passes = moe_gpu.launches(tokens, k, experts, latent, inner, jnp.bfloat16, ACTIVATION)
+    for (direction, least), launches, products in zip(minimum.items(), passes, (flops, 2 * flops), strict=True):
+        base = {"section": "traffic", "operation": "moe", "direction": direction, "tokens": tokens, "experts": experts}
+        total = 0, 0
+        for launch in launches:
+            both = gpu_traffic.launch_bytes(launch)[0], charged(layer, launch.name.removeprefix("moe_"))
+            yield base | {"kernel": launch.name, "bytes_once": both[0], "bytes_charged": both[1]}
+            total = total[0] + both[0], total[1] + both[1]
+        yield base | {
+            "kernel": "all",
+            "bytes_once": total[0],
+            "bytes_charged": total[1],
+            "bytes_minimum": least,
+            "ratio": round(total[0] / least, 3),
+            "ratio_charged": round(total[1] / least, 3),
+            "card": gpu_traffic.CARD,
+            "traffic_ms": round(1e3 * total[0] / card.bandwidth, 4),
+            "roofline_ms": round(1e3 * max(least / card.bandwidth, products / card.bf16), 4),
         }
 
 

@@ -59,6 +59,7 @@ def expert_layer(
 
     Raises:
         ValueError: shapes or dtypes that do not belong together, an unknown implementation.
+        NotImplementedError: the named implementation does not take this case.
     """
     _check_routing("expert_layer", x, experts, weights)
     if w1.ndim != 3 or w1.shape[1] != x.shape[1] or w3.shape != w1.shape or w2.shape != (w1.shape[0], *w1.shape[:0:-1]):

@@ -2,10 +2,11 @@
 
     group g owns the rows  ends[g] - sizes[g] <= i < ends[g]  and is cut into ceil(sizes[g] / block) blocks
 
-LANES groups advance together, the largest two first, then the next two: a step works on one block of each, [LANES,
+LANES groups advance together, the largest first, then the next largest: a step works on one block of each, [LANES,
 block,*], because XLA:CPU runs the products of a batch on several cores but a product of so few rows on one. Lanes
 differ in length by what neighbours in the order of sizes differ by, which adds up to the largest group at most. An
-empty group costs nothing; if lanes are left over, the smallest group is worked on twice, with the same results.
+empty group costs nothing unless it fills a lane; if lanes are left over, the smallest group is worked on twice, with
+the same results.
 
 Invariants: a block reads and writes rows of its own group only, so rows beyond the sum of the sizes are never used; a
 group's blocks are taken in order, so its sums have one order.
@@ -43,8 +44,11 @@ class Block(NamedTuple):
 
     def take(self, array: Array) -> Array:
         """The rows of array [M,*] -> [LANES,block,*], 0 for those that are not owned."""
-        taken = array.at[self.rows].get(mode="promise_in_bounds")
-        return jnp.where(self._owned(taken.ndim), taken, 0)
+        return self.only(jnp.asarray(array).at[self.rows].get(mode="promise_in_bounds"))
+
+    def only(self, values: Array) -> Array:
+        """values [LANES,block,*], 0 for rows that are not owned."""
+        return jnp.where(self._owned(values.ndim), values, 0)
 
     def put(self, array: Array, values: Array) -> Array:
         """array [M,*] with values [LANES,block,*] in the owned rows."""
@@ -61,7 +65,7 @@ class Block(NamedTuple):
 
 def of_groups(array: Float[Array, "G ..."], groups: Int[Array, "LANES"]) -> Array:
     """The matrices of the lanes' groups, [LANES,*]."""
-    return array.at[groups].get(mode="promise_in_bounds")
+    return jnp.asarray(array).at[groups].get(mode="promise_in_bounds")
 
 
 def put_groups(array: Float[Array, "G ..."], groups: Int[Array, "LANES"], values: Float[Array, "LANES ..."]) -> Array:
@@ -89,7 +93,7 @@ def for_each_block(
         read: what the blocks of the lanes' groups have in common, such as their matrices.
         body: the work of a step.
         carry: goes through all steps.
-        sums: what the sums of each pair of groups start from.
+        sums: what the sums of each turn's groups start from.
         write: puts the sums of the lanes' groups into the carry when all their blocks are done.
     """
     groups, block = sizes.shape[0], block_rows(rows, sizes.shape[0])
@@ -123,7 +127,7 @@ def _pieces(whole: Array, piece: int) -> Array:
 
 def product(a: Float[Array, "LANES m k"], b: Float[Array, "LANES k n"]) -> Float[Array, "LANES m n"]:
     """Matrix product of each lane."""
-    return lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,))))
+    return lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST)
 
 
 def transposed(a: Float[Array, "LANES m n"]) -> Float[Array, "LANES n m"]:

@@ -42,8 +42,11 @@ def make_plan(
 ) -> tuple[Plan, Int[Array, "E"]]:
     """The plan and the number of rows of each expert (int32)."""
     copies = experts.size
-    # Unsigned, a negative id is a large one, and indices need no wrap-around arithmetic.
-    expert = lax.min(experts.reshape(copies).astype(jnp.uint32), jnp.uint32(num_experts))
+    # Unsigned, a negative id is a large one, and indices need no wrap-around arithmetic. As wide as it came: cut to 32
+    # bits before the minimum, 2^32 would be expert 0.
+    unsigned = jnp.dtype(jnp.uint64 if experts.dtype.itemsize == 8 else jnp.uint32)
+    expert = experts.reshape(copies).astype(unsigned)
+    expert = lax.min(expert, unsigned.type(num_experts)).astype(jnp.uint32)
     row = lax.iota(jnp.uint32, copies)
     sorted_expert, source = lax.sort((expert, row), num_keys=1, is_stable=True)
     source = jnp.where(sorted_expert < num_experts, source, copies)

@@ -40,19 +40,41 @@ from pallas_kernels.moe.gpu_blocks import Sizes, Tile, Tiles
 WIDTHS = 16  # divides the widths: what a tensor core multiplies at once
 BF16, FP32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
-# By dtype: with these no register is spilled in bf16 on A100, H100 and B200, and all fit into 99 KiB of shared memory,
-# what the smallest GPU since sm_80 has; the compiler tells both without a GPU, and nothing was timed. Blocks are of few
-# rows, as experts are; three-pass products of fp32 hold each operand as two in registers: small tiles.
+# By dtype: no register is spilled at any width of the compile test, and all fit into 99 KiB of shared memory, what the
+# smallest GPU since sm_80 has; the compiler tells both without a GPU, and nothing was timed. Blocks of 64 rows: larger
+# tiles of two sums spill. An expert with fewer rows costs no more for it, since then reading its matrices takes longer.
+# Three-pass products of fp32 hold each operand as two in registers: small tiles.
 TILES = {
     BF16: Tiles(
-        Tile(64, 128, 32, 8, 3), Tile(64, 128, 64, 4, 3), Tile(64, 64, 32, 8, 3), Tile(64, 128, 32, 4, 3),
-        Tile(64, 128, 32, 8, 3), Tile(128, 128, 32, 8, 3),
+        up=Tile(64, 128, 32, 4, 3),
+        down=Tile(64, 128, 64, 4, 3),
+        d_hidden=Tile(64, 128, 32, 8, 3),
+        d_rows=Tile(64, 128, 32, 4, 3),
+        d_up=Tile(64, 128, 32, 4, 4),
+        d_down=Tile(128, 128, 32, 4, 4),
     ),
     FP32: Tiles(
-        Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2), Tile(32, 32, 32, 4, 2),
-        Tile(32, 32, 16, 4, 2), Tile(32, 32, 16, 4, 2),
+        up=Tile(64, 64, 16, 8, 3),
+        down=Tile(64, 64, 32, 4, 2),
+        d_hidden=Tile(64, 64, 16, 8, 3),
+        d_rows=Tile(64, 64, 16, 4, 3),
+        d_up=Tile(64, 64, 16, 8, 3),
+        d_down=Tile(64, 64, 32, 4, 3),
     ),
-}  # fmt: skip
+}
+# Hopper and the servers' Blackwell have 227 KiB, and tensor cores that outgrew the L2: what programs read from it per
+# product bounds them, so tiles are as large as registers allow, 128 rows by 256 columns of all sums together, or 192 of
+# the three of d_hidden. Each of two groups of four warps has 64 of the rows.
+SERVER_TILES = {
+    BF16: Tiles(
+        up=Tile(128, 128, 64, 8, 3),
+        down=Tile(128, 256, 64, 8, 3),
+        d_hidden=Tile(128, 64, 64, 8, 3),
+        d_rows=Tile(128, 256, 32, 8, 3),
+        d_up=Tile(128, 128, 64, 8, 3),
+        d_down=Tile(128, 256, 64, 8, 3),
+    ),
+}
 
 
 def expert_layer(
@@ -79,7 +101,9 @@ def expert_layer(
         raise NotImplementedError(f"the GPU kernel takes widths that {WIDTHS} divides, not {latent} and {inner}")
     if x.dtype not in (BF16, FP32):
         raise NotImplementedError(f"the GPU kernel takes tokens in bfloat16 or float32, not {x.dtype}")
-    sizes = _sizes(*experts.shape, number, latent, inner, x.dtype, w1.dtype, activation, interpret, tiles)
+    found = tiles_for(latent, inner, x.dtype, tiles)
+    shape = len(x), experts.size, number, latent, inner
+    sizes = Sizes(*shape, jnp.dtype(x.dtype), jnp.dtype(w1.dtype), activation, found, interpret)
     return _expert_layer(x, experts, weights, w1, w3, w2, sizes)
 
 
@@ -87,31 +111,33 @@ def launches(
     tokens: int, top_k: int, experts: int, latent: int, inner: int, dtype: jnp.dtype, activation: Activation
 ) -> tuple[tuple[Launch, ...], tuple[Launch, ...]]:
     """The kernels of the forward and of the backward pass, in order, for matrices in fp32."""
-    sizes = _sizes(tokens, top_k, experts, latent, inner, dtype, FP32, activation)
+    dtype = jnp.dtype(dtype)
+    found = tiles_for(latent, inner, dtype)
+    sizes = Sizes(tokens, tokens * top_k, experts, latent, inner, dtype, FP32, activation, found, False)
     backward = kernels.d_hidden, kernels.d_rows, kernels.d_up, kernels.d_down
     return (kernels.up(sizes), kernels.down(sizes)), tuple(kernel(sizes) for kernel in backward)
 
 
-def _sizes(tokens, top_k, experts, latent, inner, dtype, matrices, activation, interpret=False, tiles=None) -> Sizes:
-    """With tiles that divide the widths."""
+def tiles_for(latent: int, inner: int, dtype: jnp.dtype, given: Tiles | None = None) -> Tiles:
+    """Those of the GPU that the program is made for, or the given ones, cut to what divides the widths."""
 
     def fit(tile: Tile, columns: int, depth: int) -> Tile:
         return tile._replace(columns=math.gcd(tile.columns, columns), depth=math.gcd(tile.depth, depth))
 
-    def fit_square(tile: Tile, rows: int, columns: int) -> Tile:
+    def fit_matrix(tile: Tile, rows: int, columns: int) -> Tile:
         return tile._replace(rows=math.gcd(tile.rows, rows), columns=math.gcd(tile.columns, columns))
 
-    dtype, matrices = jnp.dtype(dtype), jnp.dtype(matrices)
-    given = tiles or TILES[dtype]
-    fitted = Tiles(
+    dtype = jnp.dtype(dtype)
+    servers = gpu.generation() in (9, 10) and dtype in SERVER_TILES
+    given = given or (SERVER_TILES if servers else TILES)[dtype]
+    return Tiles(
         fit(given.up, inner, latent),
         fit(given.down, latent, inner),
         fit(given.d_hidden, inner, latent),
         fit(given.d_rows, latent, inner),
-        fit_square(given.d_up, latent, inner),
-        fit_square(given.d_down, inner, latent),
+        fit_matrix(given.d_up, latent, inner),
+        fit_matrix(given.d_down, inner, latent),
     )
-    return Sizes(tokens, tokens * top_k, experts, latent, inner, dtype, matrices, activation, fitted, interpret)
 
 
 class Routed(NamedTuple):

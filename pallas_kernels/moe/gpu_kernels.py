@@ -115,12 +115,13 @@ def d_rows(sizes: Sizes) -> Launch:
         columns = part(pl.program_id(0), tile.columns)
 
         def block(expert: Array, rows: Rows) -> None:
-            def step(i: Array) -> tuple[Array]:
+            def step(i: Array, total: Array) -> Array:
                 depth = part(i, tile.depth)
-                pairs = (d_gate_ref, w1_ref), (d_linear_ref, w3_ref)
-                return (sum(sizes.dot(rows.read(d, depth), w[expert, columns, depth], b_axis=1) for d, w in pairs),)
+                for d_ref, w_ref in ((d_gate_ref, w1_ref), (d_linear_ref, w3_ref)):
+                    total = total + sizes.dot(rows.read(d_ref, depth), w_ref[expert, columns, depth], b_axis=1)
+                return total
 
-            rows.write(out_ref, columns, *sums(sizes.inner // tile.depth, step, 1, tile))
+            rows.write(out_ref, columns, lax.fori_loop(0, sizes.inner // tile.depth, step, *zeros(1, tile)))
 
         in_block(table_ref, tile, block)
 

@@ -32,7 +32,10 @@ def blocked(lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_sizes: I
 def ragged(lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_sizes: Int[Array, "G"]) -> Float[Array, "M N"]:
     """The product by `lax.ragged_dot`, whose rows beyond the sum are masked on both sides."""
     active = lax.broadcasted_iota(jnp.int32, (lhs.shape[0], 1), 0) < jnp.sum(group_sizes)
-    out = lax.ragged_dot(jnp.where(active, lhs, 0), rhs, group_sizes)
+    # On CPUs each group is a product of all rows: what an empty group's matrix holds must not meet them.
+    rhs = jnp.where((group_sizes > 0)[:, None, None], rhs, 0)
+    precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
+    out = lax.ragged_dot(jnp.where(active, lhs, 0), rhs, group_sizes, precision=precision)
     return jnp.where(active, out, 0)
 
 

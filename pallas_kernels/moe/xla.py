@@ -63,7 +63,7 @@ def blocked(
 ) -> Float[Array, "T L"]:
     """Block by block, all of a block in fp32."""
     plan, sizes = dispatch.make_plan(experts, weights, w1.shape[0])
-    token, weight = dispatch.row_tokens(plan.source, plan.slot), dispatch.row_weights(plan)
+    token, weight = dispatch.row_tokens(plan.source, plan.slot), dispatch.row_weights(plan).astype(jnp.float32)
 
     def body(block, matrices, out, sums):
         rows = _rows(x, block.take(token), block.owned)
@@ -85,7 +85,7 @@ def _blocked_forward(x, experts, weights, w1, w3, w2, activation):
 def _blocked_backward(activation, residuals, dy):
     x, experts, weights, *matrices = residuals
     plan, sizes = dispatch.make_plan(experts, weights, matrices[0].shape[0])
-    token, weight = dispatch.row_tokens(plan.source, plan.slot), dispatch.row_weights(plan)
+    token, weight = dispatch.row_tokens(plan.source, plan.slot), dispatch.row_weights(plan).astype(jnp.float32)
 
     def body(block, matrices, carry, sums):
         d_rows, d_weight, stacks = carry
@@ -99,7 +99,9 @@ def _blocked_backward(activation, residuals, dy):
         hidden, pull_back = jax.vjp(activation, *inner)
         p = block.take(weight)[:, :, None]
         d_weight = block.put(d_weight, jnp.sum(hidden * d_hidden, axis=2))
-        hidden, (d_gate, d_linear) = lax.optimization_barrier((p * hidden, pull_back(p * d_hidden)))
+        # 0 in rows that are not owned, whatever an activation makes of 0, or of a matrix that no token chose.
+        elementwise = (block.only(x) for x in (p * hidden, *pull_back(p * d_hidden)))
+        hidden, d_gate, d_linear = lax.optimization_barrier(tuple(elementwise))
         d_rows = block.put(d_rows, product(d_gate, transposed(w1)) + product(d_linear, transposed(w3)))
         rows = transposed(rows)
         terms = product(rows, d_gate), product(rows, d_linear), product(transposed(hidden), d_out)

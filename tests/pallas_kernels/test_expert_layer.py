@@ -149,6 +149,40 @@ def test_64_bits():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("used", [[2], [0, 2, 3]])
+def test_matrices_that_no_token_chose(used, implementation):
+    """They may hold NaN; so may what an activation makes of the rows that fill a block up."""
+    rng = np.random.default_rng(9)
+    arrays, ids = draw(rng, 30, 5, 2), rng.choice(np.int32(used), (30, 2))
+    idle = [e for e in range(5) if e not in used]
+    clean = run(implementation, ids, *arrays)
+    for w in arrays[2:5]:
+        w[idle] = np.nan
+    spoiled = run(implementation, ids, *arrays)
+    for a, b in zip(clean, spoiled, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (np.asarray(spoiled[3])[idle] == 0).all()
+
+
+def test_an_activation_that_is_steep_at_0():
+    """Its derivative at the rows that fill a block up is not finite, and reaches nothing."""
+    rng = np.random.default_rng(10)
+    x, weights, w1, w3, w2, _ = draw(rng, 5, 4, 1)
+    layer = functools.partial(expert_layer, activation=lambda a, c: jnp.sqrt(jnp.abs(a)) * c, implementation="blocked")
+    loss = lambda *matrices: layer(x, np.int32([[0], [0], [1], [0], [0]]), weights, *matrices).sum()  # noqa: E731
+    gradients = jax.grad(loss, argnums=(0, 1, 2))(w1, w3, w2)  # numpy arrays, not under jit
+    assert all(np.isfinite(g).all() for g in gradients) and np.abs(gradients[0][:2]).min() > 0
+
+
+def test_64_bit_ids_outside_go_nowhere():
+    with jax.enable_x64(True):
+        ids = np.array([[2**32], [2**32 + 1], [2 - 2**32], [-1], [1]])
+        x, weights, w1, w3, w2, _ = draw(np.random.default_rng(11), 5, 3, 1)
+        y = expert_layer(x, ids, weights, w1, w3, w2, activation=situ)
+    assert (np.asarray(y[:4]) == 0).all() and (np.asarray(y[4]) != 0).any()
+
+
 def arguments(experts, tokens=512, k=4, latent=32, inner=48):
     shapes = (tokens, latent), (tokens, k), *[(experts, latent, inner)] * 2, (experts, inner, latent), (tokens, latent)
     return [jax.ShapeDtypeStruct((tokens, k), jnp.int32), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)]

@@ -13,6 +13,7 @@ LENGTH, HEADS = 8192, 96
 KERNELS = {
     "kda_chunk_operands", "kda_scan_states", "kda_scan_gradients", "kda_chunk_pairs", "kda_chunk_gradients",
     "mla_forward", "mla_d_keys", "mla_d_query",
+    "moe_up", "moe_down", "moe_d_hidden", "moe_d_rows", "moe_d_up", "moe_d_down",
 }  # fmt: skip
 
 
@@ -69,3 +70,18 @@ def test_bytes(rows):
     shared, borders = LENGTH * (2 * 64 + 4), 4 * (LENGTH // 128)
     mla = LENGTH * HEADS * (2 * 192 + 2 * row + decay + 2 * number) + shared + borders
     assert of["mla", "forward"]["bytes_once"] == mla
+
+
+def test_bytes_of_experts(rows):
+    """bf16 rows and matrices, fp32 gradients of matrices; a block has 128 rows on this card, so an expert has two."""
+    tokens, experts, latent, inner = 8192, 112, 3584, 3072
+    copies, matrix = 2 * tokens, experts * latent * inner
+    of = {x["kernel"]: x for x in section(rows, "traffic") if x["operation"] == "moe" and x["kernel"] != "all"}
+    small = 4 * (2 * copies + 3 * (copies + experts * 127) // 128)  # tokens and weights of rows, table of blocks
+    assert abs(of["moe_up"]["bytes_once"] - 2 * (tokens * latent + 2 * matrix + copies * inner) - small) < 16
+    again = copies * latent * (inner // 128) + 2 * matrix * 2
+    assert of["moe_up"]["bytes_charged"] == 2 * (again + copies * inner)
+    again = copies * latent * (inner // 128) + 2 * copies * inner * (latent // 128)
+    assert of["moe_d_up"]["bytes_charged"] == 2 * again + 4 * 2 * matrix
+    again = copies * inner * (latent // 256) + copies * latent * (inner // 128)
+    assert of["moe_d_down"]["bytes_charged"] == 2 * again + 4 * matrix

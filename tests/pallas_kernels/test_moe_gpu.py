@@ -7,17 +7,24 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from absent_gpu import lower_for
+from absent_gpu import CARDS, lower_for
 from test_expert_layer import NAMES, check, oracle, routing, run, situ
 
 from pallas_kernels.moe import api, expert_layer, gpu
+from pallas_kernels.moe.gpu_blocks import Tile, Tiles
 
 KERNELS = "moe_up", "moe_down", "moe_d_hidden", "moe_d_rows", "moe_d_up", "moe_d_down"
+
+
+# Several blocks of most experts, several tiles in each direction; the passes have blocks of different rows.
+FORWARD, BACKWARD, MATRIX = Tile(16, 16, 16, 4, 1), Tile(32, 16, 16, 4, 1), Tile(16, 16, 32, 4, 1)
+SMALL = Tiles(FORWARD, FORWARD, BACKWARD, BACKWARD, MATRIX, MATRIX)
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setitem(api.LAYERS, "interpreted", functools.partial(gpu.expert_layer, interpret=True))
+    monkeypatch.setitem(api.LAYERS, "small tiles", functools.partial(gpu.expert_layer, interpret=True, tiles=SMALL))
 
 
 def draw(tokens, experts, k, latent, inner):
@@ -29,13 +36,46 @@ def draw(tokens, experts, k, latent, inner):
 
 
 @pytest.mark.parametrize(
-    "experts, k, tokens, latent, inner", [(5, 2, 77, 16, 48), (24, 4, 40, 48, 16), (3, 1, 1, 16, 16)]
+    "experts, k, tokens, latent, inner, implementation",
+    [
+        (5, 2, 77, 16, 48, "small tiles"),
+        (24, 4, 40, 48, 32, "small tiles"),
+        (8, 2, 301, 64, 80, "interpreted"),
+        (3, 1, 1, 16, 16, "interpreted"),
+    ],
 )
-def test_equals_a_loop_over_experts(experts, k, tokens, latent, inner):
+def test_equals_a_loop_over_experts(experts, k, tokens, latent, inner, implementation):
     """Memory that no kernel writes is NaN: the interpreter fills it."""
     for kind in ("uniform", "skewed", "one", "none"):
         ids = routing(kind, np.random.default_rng(experts), tokens, experts, k)
-        check("interpreted", kind, ids, draw(tokens, experts, k, latent, inner))
+        check(implementation, kind, ids, draw(tokens, experts, k, latent, inner))
+
+
+def test_an_experts_tokens_do_not_touch_the_others():
+    """A token with NaN, inside its experts' blocks, spoils its own numbers and its experts' gradients only."""
+    arrays, ids = draw(60, 6, 2, 16, 32), routing("uniform", np.random.default_rng(6), 60, 6, 2)
+    ids[20] = 2, 4
+    clean = run("small tiles", ids, *arrays)
+    arrays[0][20] = np.nan
+    spoiled = run("small tiles", ids, *arrays)
+    tokens, experts = np.arange(60) != 20, ~np.isin(np.arange(6), (2, 4))
+    for i, (a, b) in enumerate(zip(clean, spoiled, strict=True)):
+        kept = tokens if i < 3 else experts
+        np.testing.assert_array_equal(np.asarray(a)[kept], np.asarray(b)[kept])
+    assert np.isnan(spoiled[0][20]).all() and np.isnan(np.asarray(spoiled[3])[[2, 4]]).all()
+
+
+def test_work_follows_the_routed_rows():
+    """Blocks hold each row once, an expert has at most one that is not full, and what the routing lacks is empty."""
+    for kind in ("uniform", "skewed", "one", "none"):
+        ids = routing(kind, np.random.default_rng(0), 300, 7, 3)
+        sizes = gpu.Sizes(300, 900, 7, 16, 16, jnp.float32, jnp.float32, situ, SMALL, True)
+        routed = gpu._route(jnp.asarray(ids), jnp.ones(ids.shape), sizes, FORWARD)
+        expert, first, end = np.asarray(routed.table)
+        held = [(e, i) for e, a, b in zip(expert, first, end, strict=True) for i in range(a, min(b, a + 16))]
+        counts = np.bincount(ids[(ids >= 0) & (ids < 7)], minlength=7)
+        assert held == [(e, i) for i, e in enumerate(np.repeat(np.arange(7), counts))]
+        assert (first < end).sum() == (-(-counts // 16)).sum() and len(first) <= 900 // 16 + 7
 
 
 def test_bf16():
@@ -78,12 +118,13 @@ SIZES = {"tiny": (2048, 16, 4, 64, 64), "colab": (32_768, 64, 8, 256, 256), "pro
 SIZES["k3_2p8t"] = 8_192, 896, 16, 3_584, 3_072
 
 
+@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("tokens, experts, k, latent, inner", SIZES.values(), ids=SIZES)
-def test_lowers_for_an_absent_gpu(tokens, experts, k, latent, inner, dtype):
+def test_lowers_for_an_absent_gpu(tokens, experts, k, latent, inner, dtype, card):
     shapes = (tokens, latent), (tokens, k), *[(experts, latent, inner)] * 2, (experts, inner, latent), (tokens, latent)
     kinds = dtype, *[jnp.float32] * 4, dtype
     shapes = [jax.ShapeDtypeStruct(s, kind) for s, kind in zip(shapes, kinds, strict=True)]
     ids = jax.ShapeDtypeStruct((tokens, k), jnp.int32)
-    text = lower_for("H100", functools.partial(run, "gpu"), ids, *shapes).as_text()
-    assert all(kernel in text for kernel in KERNELS)
+    text = lower_for(card, functools.partial(run, None), ids, *shapes).as_text()  # also the automatic choice
+    assert all(text.count(f'name = "{kernel}"') == 1 for kernel in KERNELS)
