@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
     def take(self, array: Array) -> Array:
         """The rows of array [M,*] -> [LANES,block,*], 0 for those that are not owned."""
-        return self.only(jnp.asarray(array).at[self.rows].get(mode="promise_in_bounds"))
+        return self.only(jnp.asarray(array).at[self.rows].get(mode="promise_in_bounds", wrap_negative_indices=False))
 
     def only(self, values: Array) -> Array:
         """values [LANES,block,*], 0 for rows that are not owned."""
@@ -65,7 +65,7 @@ class Block(NamedTuple):
 
 def of_groups(array: Float[Array, "G ..."], groups: Int[Array, "LANES"]) -> Array:
     """The matrices of the lanes' groups, [LANES,*]."""
-    return jnp.asarray(array).at[groups].get(mode="promise_in_bounds")
+    return jnp.asarray(array).at[groups].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def put_groups(array: Float[Array, "G ..."], groups: Int[Array, "LANES"], values: Float[Array, "LANES ..."]) -> Array:
