@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sides import alternate, compiled, table
+from sides import alternate, both, compiled, table
 
 from pallas_kernels.attention import mla_attention
 
@@ -40,12 +40,6 @@ def theirs(query, key, key_shared, value, segment_ids=None):
     mask = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
     keys = jnp.concatenate([key, shared], axis=-1)
     return jax.nn.dot_product_attention(query, keys, value, mask=mask, is_causal=True)
-
-
-def both(operation, query, key, key_shared, value, d_output):
-    """Output and gradients."""
-    output, pull_back = jax.vjp(operation, query, key, key_shared, value)
-    return output, pull_back(d_output)
 
 
 def main() -> None:

@@ -184,6 +184,22 @@ def errors(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
     return float(rms), float(np.abs(difference).max() / np.abs(wanted).max())
 
 
+def row(case: str, dtype: str, tensor: str, found: np.ndarray, wanted: np.ndarray, bound: float) -> dict[str, Any]:
+    """What is printed of one tensor; the bound is of the relative rms in bf16, else of the largest error."""
+    rms, largest = errors(found, wanted)
+    narrow = dtype == "bfloat16"
+    return {
+        "section": "correctness",
+        "case": case,
+        "tensor": tensor,
+        "relative_rms": float(f"{rms:.3g}") if np.isfinite(rms) else "not finite",
+        "max_error": float(f"{largest:.3g}") if np.isfinite(largest) else "not finite",
+        "bound": bound,
+        "bound_of": "relative_rms" if narrow else "max_error",
+        "pass": (rms if narrow else largest) <= bound,
+    }
+
+
 def check(case: Case, seed: int, ours: Callable, reference: Callable) -> list[dict[str, Any]]:
     """Runs the two compiled programs of a case: a row for each tensor."""
     arrays, exact, ids = inputs(case, seed)
@@ -192,21 +208,8 @@ def check(case: Case, seed: int, ours: Callable, reference: Callable) -> list[di
     found = jax.device_get(ours(arrays, ids))
     rows = []
     for name, x in found.items():
-        rms, largest = errors(x, wanted[name])
         gradient = GRADIENT_OF_MLA if case.operation == "mla" else GRADIENT
         bound = (gradient if name.startswith("d_") else FORWARD)[case.dtype]
-        narrow = case.dtype == "bfloat16"
-        bound = 2e-2 if narrow and name in GATES else bound
-        rows.append(
-            {
-                "section": "correctness",
-                "case": case.name,
-                "tensor": name,
-                "relative_rms": float(f"{rms:.3g}") if np.isfinite(rms) else "not finite",
-                "max_error": float(f"{largest:.3g}") if np.isfinite(largest) else "not finite",
-                "bound": bound,
-                "bound_of": "relative_rms" if narrow else "max_error",
-                "pass": (rms if narrow else largest) <= bound,
-            }
-        )
+        bound = 2e-2 if case.dtype == "bfloat16" and name in GATES else bound
+        rows.append(row(case.name, case.dtype, name, x, wanted[name], bound))
     return rows

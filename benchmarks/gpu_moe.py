@@ -18,9 +18,9 @@ import gpu_times
 import gpu_traffic
 import jax
 import jax.numpy as jnp
+import sides
 from gpu_times import Ceilings, Plan
 
-from k3jax.hardware import DEVICES
 from k3jax.model.common import situ
 from pallas_kernels.moe import expert_layer
 from pallas_kernels.moe import gpu as moe_gpu
@@ -65,9 +65,8 @@ def forward(implementation: str, ids, x, weights, w1, w3, w2, d_output) -> Any:
 
 def both(implementation: str, ids, *arrays) -> Any:
     """Output and gradients."""
-    *inputs, d_output = arrays
-    output, pull_back = jax.vjp(lambda *inputs: forward(implementation, ids, *inputs, None), *inputs)
-    return output, *pull_back(d_output)
+    output, gradients = sides.both(lambda *inputs: forward(implementation, ids, *inputs, None), *arrays)
+    return output, *gradients
 
 
 def check(layer: Layer, dtype: str, seed: int) -> Iterator[dict[str, Any]]:
@@ -77,20 +76,9 @@ def check(layer: Layer, dtype: str, seed: int) -> Iterator[dict[str, Any]]:
     wanted = jax.device_get(jax.jit(functools.partial(both, "blocked"))(*exact))
     ours = jax.jit(functools.partial(both, "gpu")).lower(*arrays).compile()
     gpu_checks.poison()
-    narrow = dtype == "bfloat16"
-    for name, x, y in zip(NAMES, jax.device_get(ours(*arrays)), wanted, strict=True):
-        rms, largest = gpu_checks.errors(x, y)
-        bound = BOUNDS[dtype][name.startswith("d_")]
-        yield {
-            "section": "correctness",
-            "case": f"moe {dtype} {'x'.join(map(str, layer))}",
-            "tensor": name,
-            "relative_rms": float(f"{rms:.3g}"),
-            "max_error": float(f"{largest:.3g}"),
-            "bound": bound,
-            "bound_of": "relative_rms" if narrow else "max_error",
-            "pass": (rms if narrow else largest) <= bound,
-        }
+    case = f"moe {dtype} {'x'.join(map(str, layer))}"
+    for name, found, exact in zip(NAMES, jax.device_get(ours(*arrays)), wanted, strict=True):
+        yield gpu_checks.row(case, dtype, name, found, exact, BOUNDS[dtype][name.startswith("d_")])
 
 
 def charged(layer: Layer, kernel: str) -> int:
@@ -116,7 +104,6 @@ def charged(layer: Layer, kernel: str) -> int:
 def traffic(layer: Layer = TIMED) -> Iterator[dict[str, Any]]:
     """A row for each kernel and pass, with the times that the card of gpu_traffic needs."""
     tokens, experts, k, latent, inner = layer
-    card = DEVICES[gpu_traffic.CARD]
     of_tokens, matrices, flops = 2 * tokens * latent, 3 * experts * latent * inner, 6 * tokens * k * latent * inner
     minimum = {"forward": 2 * of_tokens + 2 * matrices, "backward": 3 * of_tokens + 6 * matrices}
     passes = moe_gpu.launches(tokens, k, experts, latent, inner, jnp.bfloat16, ACTIVATION)
@@ -127,17 +114,7 @@ def traffic(layer: Layer = TIMED) -> Iterator[dict[str, Any]]:
             both = gpu_traffic.launch_bytes(launch)[0], charged(layer, launch.name.removeprefix("moe_"))
             yield base | {"kernel": launch.name, "bytes_once": both[0], "bytes_charged": both[1]}
             total = total[0] + both[0], total[1] + both[1]
-        yield base | {
-            "kernel": "all",
-            "bytes_once": total[0],
-            "bytes_charged": total[1],
-            "bytes_minimum": least,
-            "ratio": round(total[0] / least, 3),
-            "ratio_charged": round(total[1] / least, 3),
-            "card": gpu_traffic.CARD,
-            "traffic_ms": round(1e3 * total[0] / card.bandwidth, 4),
-            "roofline_ms": round(1e3 * max(least / card.bandwidth, products / card.bf16), 4),
-        }
+        yield base | {"kernel": "all"} | gpu_traffic.of_pass(*total, least, products)
 
 
 def time_layers(layer: Layer, plan: Plan, most: Ceilings, until: float) -> Iterator[dict[str, Any]]:

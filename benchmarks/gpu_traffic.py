@@ -68,9 +68,24 @@ def mla_minimum(length: int, heads: int, width: int, shared: int) -> dict[str, i
     return {"forward": length * forward, "backward": length * backward}
 
 
+def of_pass(once: int, charged: int, minimum: int, flops: int) -> dict[str, Any]:
+    """What is printed of a whole pass: its bytes beside the minimum, and the times of both on CARD."""
+    card = DEVICES[CARD]
+    return {
+        "bytes_once": once,
+        "bytes_charged": charged,
+        "bytes_minimum": minimum,
+        "ratio": round(once / minimum, 3),
+        "ratio_charged": round(charged / minimum, 3),
+        "card": CARD,
+        "traffic_ms": round(1e3 * once / card.bandwidth, 4),
+        "roofline_ms": round(1e3 * max(minimum / card.bandwidth, flops / card.bf16), 4),
+    }
+
+
 def traffic(length: int = 8192, heads: int = 96) -> list[dict[str, Any]]:
     """A row for each kernel and pass of both operations at K3's widths in bf16, with the times that CARD needs."""
-    card, rows = DEVICES[CARD], []
+    rows = []
     chunk = kda_gpu.tiles(WIDTH, WIDTH, jnp.bfloat16).chunk
     kda = kda_gpu.launches(1, length, heads, WIDTH, WIDTH, jnp.bfloat16)
     mla = attention_gpu.launches(1, length, heads, WIDTH, SHARED, WIDTH, jnp.bfloat16)
@@ -86,13 +101,7 @@ def traffic(length: int = 8192, heads: int = 96) -> list[dict[str, Any]]:
             for kernel, (once, charged) in counts.items():
                 per_token = {"bytes_per_token_and_head": round(once / length / heads)}
                 rows.append(base | {"kernel": kernel, "bytes_once": once, "bytes_charged": charged} | per_token)
-            rows[-1] |= {
-                "bytes_minimum": minimum[name],
-                "ratio": round(once / minimum[name], 3),
-                "ratio_charged": round(charged / minimum[name], 3),
-                "bound": BOUNDS[name] if operation == "kda" else None,
-                "card": CARD,
-                "traffic_ms": round(1e3 * once / card.bandwidth, 4),
-                "roofline_ms": round(1e3 * max(minimum[name] / card.bandwidth, products / card.bf16), 4),
-            }
+            rows[-1] |= of_pass(once, charged, minimum[name], products)
+            if operation == "kda":
+                rows[-1]["bound"] = BOUNDS[name]
     return rows

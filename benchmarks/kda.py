@@ -21,7 +21,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sides import Side, alternate, compiled, table
+from sides import Side, alternate, both, compiled, table
 
 from pallas_kernels.kda import kda
 
@@ -55,12 +55,6 @@ def theirs(q, k, v, raw, beta):
 def heads_first(x: jax.Array) -> jax.Array:
     """[B,T,H,*] -> [H,B,T,*]."""
     return jnp.moveaxis(x, 2, 0)
-
-
-def both(operation, q, k, v, raw, beta, d_output):
-    """Output and gradients."""
-    output, pull_back = jax.vjp(operation, q, k, v, raw, beta)
-    return output, pull_back(d_output)
 
 
 def torch_sides(inputs: tuple[jax.Array, ...]) -> tuple[Side, Side]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sides import alternate, compiled, table
+from sides import alternate, both, compiled, table
 
 from k3jax.model import router
 from k3jax.model.common import situ
@@ -51,13 +51,6 @@ def layer(ids, x, weights, w1, w3, w2, implementation=None):
 def dense(x, w1, w3, w2):
     """One gated MLP."""
     return ACTIVATION(x @ w1, x @ w3) @ w2
-
-
-def both(operation, *arguments):
-    """Output and gradients; the last argument is the gradient of the output."""
-    *inputs, d_output = arguments
-    output, pull_back = jax.vjp(operation, *inputs)
-    return output, pull_back(d_output)
 
 
 def times() -> None:

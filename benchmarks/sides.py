@@ -31,6 +31,13 @@ def compiled(function: Callable, *arguments: Any) -> Side:
     return Side(lambda: jax.block_until_ready(program(*arguments)), program.memory_analysis().temp_size_in_bytes)
 
 
+def both(operation: Callable, *arguments: Any) -> Any:
+    """Output and gradients of an operation; the last argument is the gradient of the output."""
+    *inputs, d_output = arguments
+    output, pull_back = jax.vjp(operation, *inputs)
+    return output, pull_back(d_output)
+
+
 def alternate(sides: dict[str, Side], rounds: int = ROUNDS) -> dict[str, Figures]:
     """Runs all sides in turn, `rounds` times after two turns that are not counted."""
     found = {name: [] for name in sides}

@@ -70,6 +70,12 @@ def parse(
     return found if positional is None else found | {positional: rest[0]}
 
 
+def overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The `--config.FIELD=VALUE` flags of a command line, for `config.load`, and what is left for `parse`."""
+    found = [argument for argument in argv[1:] if argument.startswith("--config.")]
+    return found, [argument for argument in argv if argument not in found]
+
+
 def _ended(code: int, text: str) -> int:
     with contextlib.suppress(OSError):  # nobody reads any more: the code still tells
         print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)

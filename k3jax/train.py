@@ -51,8 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    overrides = [argument for argument in argv[1:] if argument.startswith("--config.")]
-    rest = [argument for argument in argv if argument not in overrides]
+    overrides, rest = command.overrides(argv)
     about = f"{__doc__}\nEvery field of a config, with its meaning: configs/base.py; --config.FIELD=VALUE sets one."
     found = command.parse(rest, about, FLAGS)
     if found is None:

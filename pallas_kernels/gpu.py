@@ -6,8 +6,8 @@ numbers is never rounded to single-pass TF32; nothing that a kernel did not writ
 """
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+GPUS = "gpu", "cuda"  # names of the platform
 OLDEST = 8.0  # compute capability: sm_80 and newer have bf16 and asynchronous copies
 ABSENT = {9: r" G?H\d00\b", 10: r" G?B\d00\b", 12: r"\bRTX (PRO|50)"}  # kinds of devices that can only be named
 
@@ -54,16 +55,20 @@ class Launch(NamedTuple):
         )(*arrays)
 
 
+def platform() -> str:
+    """What the program is made for: the platform of an absent device that is named, else JAX's default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def require() -> None:
     """Refuses where the program is not being made for a GPU that takes the kernels.
 
     Raises:
         NotImplementedError: another backend, or a GPU older than sm_80.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    if platform not in ("gpu", "cuda"):
-        raise NotImplementedError(f"the GPU kernel needs a GPU, this is made for {platform}")
+    if platform() not in GPUS:
+        raise NotImplementedError(f"the GPU kernel needs a GPU, this is made for {platform()}")
     if jax.default_backend() == "gpu":  # where it is not, the program is made for an absent one
         found = str(jax.devices()[0].compute_capability)
         if not found.replace(".", "").isdigit():
@@ -80,8 +85,16 @@ def generation() -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if jax.default_backend() == "gpu":
         return int(float(jax.devices()[0].compute_capability))
-    kind = "" if device is None or device.platform not in ("gpu", "cuda") else device.device_kind
+    kind = "" if device is None or device.platform not in GPUS else device.device_kind
     return next((major for major, kinds in ABSENT.items() if re.search(kinds, kind)), 8 if kind else 9)
+
+
+def tiles(table: Mapping[Hashable, Any], servers: Mapping[Hashable, Any], key: Hashable) -> Any:
+    """The key's tiles for the GPU that the program is made for, present or absent.
+
+    Servers' Hopper and Blackwell, with 227 KiB of shared memory, may have their own; all else is in `table`.
+    """
+    return servers[key] if generation() in (9, 10) and key in servers else table[key]
 
 
 def dot(a: Array, b: Array, *, a_axis: int = 1, b_axis: int = 0, interpret: bool) -> Array:

@@ -30,8 +30,7 @@ def main(argv: list[str]) -> int:
 
 
 def _estimate(argv: list[str]) -> int:
-    overrides = [argument for argument in argv[1:] if argument.startswith("--config.")]
-    rest = [argument for argument in argv if argument not in overrides]
+    overrides, rest = command.overrides(argv)
     given = command.parse(rest, __doc__, FLAGS, {"show": "sharding", "picture": None})
     if given is None:
         return 0

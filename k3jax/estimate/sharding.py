@@ -9,7 +9,6 @@ is in exactly one row.
 
 import io
 import math
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from rich.table import Table
 from k3jax.config import RunConfig
 from k3jax.model import parameters
 from k3jax.optim import make_optimizer
+from k3jax.optim.partition import without_layer
 from k3jax.parallel import Layout
 from k3jax.parallel.mesh import AXES
 from k3jax.step import abstract_decoder, init_state
@@ -70,8 +70,7 @@ def shares(config: RunConfig) -> tuple[AbstractMesh, tuple[Share, ...]]:
         placed = (*spec, *[None] * (value.ndim - len(spec)))
         stacked = int(axes[:1] == ("layers",))
         count = value.shape[0] if stacked else 1
-        name = re.sub(r"^blocks\.\d+\.(head\.\d+|tail\.\d+|groups\.\w+)\.", "*.", path)
-        kind = name, value.shape[stacked:], axes[stacked:], placed[stacked:]
+        kind = without_layer(path), value.shape[stacked:], axes[stacked:], placed[stacked:]
         new = count, _bytes(value, spec, mesh), of_state[path]
         found[kind] = tuple(map(sum, zip(found.get(kind, (0, 0, 0)), new, strict=True)))
     return mesh, tuple(Share(*kind, *numbers) for kind, numbers in found.items())

@@ -130,7 +130,7 @@ def format_table(rows: Iterable[Row]) -> Table:
     """
     lines: dict[tuple, int] = {}
     for row in rows:
-        name = re.sub(r"^blocks\.\d+\.(head\.\d+|tail\.\d+|groups\.\w+)\.", "*.", row.path)
+        name = without_layer(row.path)
         rate = "" if row.rate_scale == 1 else f" x{row.rate_scale:g}"
         line = name, f"{row.group} {row.split}".rstrip() + rate, f"{row.weight_decay:g}", row.block
         lines[line] = lines.get(line, 0) + row.count
@@ -142,6 +142,11 @@ def format_table(rows: Iterable[Row]) -> Table:
     for (*texts, block), count in lines.items():
         table.add_row(*texts, str(count), "x".join(map(str, block)), _short(count * math.prod(block)))
     return table
+
+
+def without_layer(path: str) -> str:
+    """A parameter's path with `*` for the place of its layer: the same for all layers of a kind."""
+    return re.sub(r"^blocks\.\d+\.(head\.\d+|tail\.\d+|groups\.\w+)\.", "*.", path)
 
 
 def _short(number: int) -> str:

@@ -169,7 +169,7 @@ def attention(
         raise NotImplementedError(f"the GPU kernel takes inputs that are all bfloat16 or all float32, not {found}")
     if 0 in value.shape:
         return jnp.zeros_like(value), jnp.zeros((batch, heads, length), jnp.float32)
-    tiles = tiles or _tiles(value.dtype, max(own, width) > 64)
+    tiles = tiles or gpu.tiles(TILES, SERVER_TILES, (value.dtype, max(own, width) > 64))
     arrays = [keep_tokens(x, segment_ids) for x in (query, key, key_shared, value)]
     # Filled up behind the last token, where no query looks.
     missing = -length % max(max(tile.queries, tile.keys) for tile in tiles)
@@ -192,15 +192,9 @@ def launches(
 ) -> tuple[tuple[Launch, ...], tuple[Launch, ...]]:
     """The kernels of the forward and of the backward pass, in order, for documents; the length in whole tiles."""
     dtype = jnp.dtype(dtype)
-    tiles = _tiles(dtype, max(own, value) > 64)
+    tiles = gpu.tiles(TILES, SERVER_TILES, (dtype, max(own, value) > 64))
     sizes = Sizes(batch, length, heads, own, shared, value, dtype, (own + shared) ** -0.5, True, tiles, False)
     return (_forward(sizes),), (_d_keys(sizes), _d_query(sizes))
-
-
-def _tiles(dtype: jnp.dtype, wide: bool) -> Tiles:
-    """Those of the GPU that the program is made for, present or absent."""
-    servers = gpu.generation() in (9, 10)
-    return (SERVER_TILES if servers and (dtype, wide) in SERVER_TILES else TILES)[dtype, wide]
 
 
 def _begins(start: Int[Array, "B T"], tile: int) -> Int[Array, "B tiles"]:

@@ -70,13 +70,13 @@ def _gpu(
 ) -> tuple[Array, Array]:
     """With a kernel for the backward pass, which runs on any device with `interpret`, slowly."""
     gpu_short_conv.check(x, left, silu, interpret)
-    _, tail = _xla(x, weight, segment_ids, None, None, False)
+    _, tail = _convolution(x, weight, segment_ids, None, None)
     return _activated(x, weight, segment_ids, interpret), tail
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _activated(x: Array, weight: Array, segment_ids: Array | None, interpret: bool) -> Array:
-    return _xla(x, weight, segment_ids, None, None, True)[0]
+    return jax.nn.silu(_convolution(x, weight, segment_ids, None, None)[0])
 
 
 def _activated_forward(x: Array, weight: Array, segment_ids: Array | None, interpret: bool) -> tuple[Array, tuple]:
@@ -99,9 +99,13 @@ def _xla(
     left_segment_ids: Array | None,
     silu: bool,
 ) -> tuple[Array, Array]:
-    if silu:
-        y, tail = _xla(x, weight, segment_ids, left, left_segment_ids, False)
-        return jax.nn.silu(y), tail
+    y, tail = _convolution(x, weight, segment_ids, left, left_segment_ids)
+    return jax.nn.silu(y) if silu else y, tail
+
+
+def _convolution(
+    x: Array, weight: Array, segment_ids: Array | None, left: Array | None, left_segment_ids: Array | None
+) -> tuple[Array, Array]:
     length = x.shape[1]
     weight = weight.astype(jnp.float32)
     if left is None:

@@ -15,11 +15,11 @@ receives gradient 0, whatever its token and its weight hold.
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import select
+from pallas_kernels.gpu import platform
 from pallas_kernels.moe import dispatch, gpu, xla
 from pallas_kernels.moe import grouped_matmul as products
 from pallas_kernels.moe.dispatch import Activation, Plan
@@ -77,8 +77,7 @@ def expert_layer(
 
 def _preferred(implementations: dict[str, Callable]) -> dict[str, Callable]:
     """The implementations, most preferred first: on a CPU that is the one for CPUs."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if (jax.default_backend() if device is None else device.platform) != "cpu":
+    if platform() != "cpu":
         return implementations
     return {"blocked": implementations["blocked"]} | implementations
 

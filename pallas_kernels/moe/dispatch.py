@@ -55,6 +55,14 @@ def make_plan(
     return Plan(source, slot.reshape(experts.shape), weights), group_sizes
 
 
+def route(
+    experts: Int[Array, "T k"], weights: Float[Array, "T k"], num_experts: int
+) -> tuple[Plan, Int[Array, "E"], UInt[Array, "M"], Float[Array, "M"]]:
+    """The plan, rows of each expert, and the token and fp32 weight of each row."""
+    plan, group_sizes = make_plan(experts, weights, num_experts)
+    return plan, group_sizes, row_tokens(plan.source, plan.slot), row_weights(plan).astype(jnp.float32)
+
+
 @jax.custom_vjp
 def gather_rows(x: Float[Array, "T L"], source: UInt[Array, "M"], slot: UInt[Array, "T k"]) -> Float[Array, "M L"]:
     """Row i is the token of copy source[i]; unused rows are 0."""

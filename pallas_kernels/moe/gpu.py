@@ -127,9 +127,7 @@ def tiles_for(latent: int, inner: int, dtype: jnp.dtype, given: Tiles | None = N
     def fit_matrix(tile: Tile, rows: int, columns: int) -> Tile:
         return tile._replace(rows=math.gcd(tile.rows, rows), columns=math.gcd(tile.columns, columns))
 
-    dtype = jnp.dtype(dtype)
-    servers = gpu.generation() in (9, 10) and dtype in SERVER_TILES
-    given = given or (SERVER_TILES if servers else TILES)[dtype]
+    given = given or gpu.tiles(TILES, SERVER_TILES, jnp.dtype(dtype))
     return Tiles(
         fit(given.up, inner, latent),
         fit(given.down, latent, inner),
@@ -152,9 +150,7 @@ class Routed(NamedTuple):
 
 def _route(experts: Int[Array, "T k"], weights: Float[Array, "T k"], sizes: Sizes, tile: Tile) -> Routed:
     """What a pass over blocks of the tile's rows needs to know."""
-    plan, counts = dispatch.make_plan(experts, weights, sizes.experts)
-    token = dispatch.row_tokens(plan.source, plan.slot).astype(jnp.int32)
-    weight = dispatch.row_weights(plan).astype(jnp.float32)
+    plan, counts, token, weight = dispatch.route(experts, weights, sizes.experts)
     bounds = jnp.pad(lax.cumsum(counts), (1, 0))
     ends = lax.cumsum(lax.div(counts + (tile.rows - 1), jnp.int32(tile.rows)))
     index = lax.iota(jnp.int32, sizes.blocks(tile.rows))
@@ -162,7 +158,7 @@ def _route(experts: Int[Array, "T k"], weights: Float[Array, "T k"], sizes: Size
     expert = jnp.minimum(jnp.searchsorted(ends, index, side="right").astype(jnp.int32), sizes.experts - 1)
     before = jnp.pad(ends, (1, 0))[expert]
     table = jnp.stack([expert, bounds[expert] + tile.rows * (index - before), bounds[expert + 1]])
-    return Routed(plan, token, weight, bounds, table)
+    return Routed(plan, token.astype(jnp.int32), weight, bounds, table)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

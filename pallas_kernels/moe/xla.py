@@ -23,7 +23,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.moe import dispatch
-from pallas_kernels.moe.blocks import LANES, for_each_block, of_groups, product, put_groups, transposed
+from pallas_kernels.moe.blocks import LANES, Block, for_each_block, of_groups, product, put_groups, transposed
 from pallas_kernels.moe.dispatch import Activation
 from pallas_kernels.moe.grouped_matmul import ragged as ragged_product
 
@@ -62,18 +62,17 @@ def blocked(
     activation: Activation,
 ) -> Float[Array, "T L"]:
     """Block by block, all of a block in fp32."""
-    plan, sizes = dispatch.make_plan(experts, weights, w1.shape[0])
-    token, weight = dispatch.row_tokens(plan.source, plan.slot), dispatch.row_weights(plan).astype(jnp.float32)
+    plan, sizes, token, weight = dispatch.route(experts, weights, w1.shape[0])
 
     def body(block, matrices, out, sums):
-        rows = _rows(x, block.take(token), block.owned)
+        rows = _rows(block, x, block.take(token))
         hidden = activation(product(rows, matrices[0]), product(rows, matrices[1]))
         hidden = block.take(weight)[:, :, None] * hidden
         return block.put(out, product(hidden, matrices[2])), sums
 
     out = jnp.zeros((experts.size, w2.shape[2]), jnp.float32)
     out = for_each_block(sizes, experts.size, _reader(w1, w3, w2), body, out)
-    return jnp.sum(dispatch.take(out, plan.slot), axis=1).astype(x.dtype)
+    return dispatch.sum_rows(out, plan.source, plan.slot).astype(x.dtype)
 
 
 def _blocked_forward(x, experts, weights, w1, w3, w2, activation):
@@ -84,14 +83,13 @@ def _blocked_forward(x, experts, weights, w1, w3, w2, activation):
 
 def _blocked_backward(activation, residuals, dy):
     x, experts, weights, *matrices = residuals
-    plan, sizes = dispatch.make_plan(experts, weights, matrices[0].shape[0])
-    token, weight = dispatch.row_tokens(plan.source, plan.slot), dispatch.row_weights(plan).astype(jnp.float32)
+    plan, sizes, token, weight = dispatch.route(experts, weights, matrices[0].shape[0])
 
     def body(block, matrices, carry, sums):
         d_rows, d_weight, stacks = carry
         w1, w3, w2 = matrices
         of_rows = block.take(token)
-        rows, d_out = _rows(x, of_rows, block.owned), _rows(dy, of_rows, block.owned)
+        rows, d_out = _rows(block, x, of_rows), _rows(block, dy, of_rows)
         # The barriers keep XLA from computing what is elementwise again inside each of its users.
         inner, d_hidden = lax.optimization_barrier(
             ((product(rows, w1), product(rows, w3)), product(d_out, transposed(w2)))
@@ -115,7 +113,7 @@ def _blocked_backward(activation, residuals, dy):
     carry = d_rows, d_weight, tuple(jnp.zeros(w.shape, jnp.float32) for w in matrices)
     sums = tuple(jnp.zeros((LANES, *w.shape[1:]), jnp.float32) for w in matrices)
     d_rows, d_weight, stacks = for_each_block(sizes, experts.size, _reader(*matrices), body, carry, sums, write)
-    dx = jnp.sum(dispatch.take(d_rows, plan.slot), axis=1).astype(x.dtype)
+    dx = dispatch.sum_rows(d_rows, plan.source, plan.slot).astype(x.dtype)
     d_weights = dispatch.take(d_weight, plan.slot).astype(weights.dtype)
     return dx, None, d_weights, *(d.astype(w.dtype) for d, w in zip(stacks, matrices, strict=True))
 
@@ -123,9 +121,9 @@ def _blocked_backward(activation, residuals, dy):
 blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _rows(x: Array, token: Array, owned: Array) -> Array:
+def _rows(block: Block, x: Array, token: Array) -> Array:
     """Tokens of a block in fp32, [LANES,block,L]; 0 in rows that are not owned."""
-    return jnp.where(owned[:, :, None], dispatch.take(x, token), 0).astype(jnp.float32)
+    return block.only(dispatch.take(x, token)).astype(jnp.float32)
 
 
 def _reader(*stacks: Array):

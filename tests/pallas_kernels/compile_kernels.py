@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from absent_gpu import CARDS, abstract_gpu, compile_for
+from activation import situ
 
 from pallas_kernels.attention import gpu as attention_gpu
 from pallas_kernels.gpu import Launch
@@ -41,11 +42,6 @@ ONLY_FITS = {
     "short_conv": [],
     "moe": [],
 }
-
-
-def situ(gate: jax.Array, linear: jax.Array) -> jax.Array:
-    """K3's activation; the CUDA plugin's environment need not have what the model imports."""
-    return 4 * jnp.tanh(gate / 4) * jax.nn.sigmoid(gate) * 25 * jnp.tanh(linear / 25)
 
 
 def launches(card: str, cases: dict) -> Iterator[tuple[Launch, tuple[int, ...], jnp.dtype]]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from activation import situ
 from golden_files import assert_close
 from jax.extend.core import jaxprs_in_params
 
@@ -15,11 +16,6 @@ from pallas_kernels.moe import expert_layer
 
 LATENT, INNER = 6, 10
 IMPLEMENTATIONS = ["blocked", "ragged"]
-
-
-def situ(gate, linear):
-    a, c = gate.astype(jnp.float32), linear.astype(jnp.float32)
-    return (4 * jnp.tanh(a / 4) * jax.nn.sigmoid(a) * 25 * jnp.tanh(c / 25)).astype(gate.dtype)
 
 
 def oracle(x, ids, weights, w1, w3, w2, dy):
@@ -107,11 +103,8 @@ def test_equals_a_loop_over_experts(experts, k, tokens, implementation):
         check(implementation, kind, ids, draw(rng, tokens, experts, k))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bf16(implementation):
-    """bf16 tokens with fp32 matrices: rounded once or twice, gradients each in the type of what they are of."""
-    rng = np.random.default_rng(5)
-    arrays, ids = draw(rng, 300, 6, 3), routing("uniform", rng, 300, 6, 3)
+def check_bf16(implementation, ids, arrays):
+    """Relative rms for bf16 tokens with fp32 matrices; gradients are each in the type of what they are of."""
     for i in (0, 5):
         arrays[i] = arrays[i].astype(ml_dtypes.bfloat16)
     expected = oracle(arrays[0], ids, *arrays[1:])
@@ -123,18 +116,29 @@ def test_bf16(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_an_experts_tokens_do_not_touch_the_others(implementation):
+def test_bf16(implementation):
+    rng = np.random.default_rng(5)
+    arrays, ids = draw(rng, 300, 6, 3), routing("uniform", rng, 300, 6, 3)
+    check_bf16(implementation, ids, arrays)
+
+
+def check_one_spoiled_token(implementation, ids, arrays, token):
     """A token with NaN spoils its own experts' gradients and its own output, and nothing else."""
+    clean = run(implementation, ids, *arrays)
+    arrays[0][token] = np.nan
+    spoiled = run(implementation, ids, *arrays)
+    others = np.arange(len(ids)) != token, ~np.isin(np.arange(len(arrays[2])), ids[token])
+    for a, b, kept in zip(clean, spoiled, (*others[:1] * 3, *others[1:] * 3), strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[kept], np.asarray(b)[kept])
+    assert np.isnan(spoiled[0][token]).all() and np.isnan(np.asarray(spoiled[3])[ids[token]]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_an_experts_tokens_do_not_touch_the_others(implementation):
     rng = np.random.default_rng(6)
     arrays, ids = draw(rng, 40, 9, 2), routing("uniform", rng, 40, 9, 2)
     ids[7] = 3, 5
-    clean = run(implementation, ids, *arrays)
-    arrays[0][7] = np.nan
-    spoiled = run(implementation, ids, *arrays)
-    others = [i for i in range(40) if i != 7], [e for e in range(9) if e not in (3, 5)]
-    for a, b, kept in zip(clean, spoiled, (*others[:1] * 3, *others[1:] * 3), strict=True):
-        np.testing.assert_array_equal(np.asarray(a)[kept], np.asarray(b)[kept])
-    assert np.isnan(spoiled[0][7]).all() and np.isnan(np.asarray(spoiled[3])[[3, 5]]).all()
+    check_one_spoiled_token(implementation, ids, arrays, 7)
 
 
 def test_64_bits():
@@ -204,9 +208,8 @@ def test_memory(experts):
     assert largest == max(experts * 32 * 48, 512 * 4 * 32)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_keeps_its_arguments_only(implementation):
-    ids, *arrays, _ = (jnp.zeros(x.shape, x.dtype) for x in arguments(16))
+def check_kept(implementation, ids, arrays):
+    """Between forward and backward the layer keeps its arguments and nothing else."""
 
     def layer(x, weights, w1, w3, w2):
         return expert_layer(x, ids, weights, w1, w3, w2, activation=situ, implementation=implementation)
@@ -214,6 +217,12 @@ def test_keeps_its_arguments_only(implementation):
     kept = sorted(x.shape for x in jax.tree.leaves(jax.vjp(layer, *arrays)[1]))
     wanted = sorted(x.shape for x in (ids, *arrays))
     assert kept == wanted
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_keeps_its_arguments_only(implementation):
+    ids, *arrays, _ = (jnp.zeros(x.shape, x.dtype) for x in arguments(16))
+    check_kept(implementation, ids, arrays)
 
 
 def equations(jaxpr) -> int:
