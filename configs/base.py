@@ -107,6 +107,9 @@ def get_config() -> ConfigDict:
             "mesh": {  # devices along each axis; their product is the number of devices
                 "data": None,  # rows are split, parameters repeated; None: all devices the other axes leave
                 "fsdp": 1,  # rows are split, and parameters and optimizer state too
+                "expert": 1,  # rows are split; whole experts apart, tokens travel to them; other parameters as by fsdp
+                "context": 1,  # each row is cut into pieces, for long rows; parameters as by fsdp
+                "tensor": 1,  # heads, inner widths and vocabulary are split; all see the same tokens
             },
             "log": {
                 "health_every": 20,  # steps between the numbers of every layer (load, logits, gates, mixing)

@@ -262,9 +262,12 @@ class MeshConfig:
 
     data: int | None = None
     fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
 
     def __post_init__(self):
-        _positive("mesh", self, "data", "fsdp")
+        _positive("mesh", self, "data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True)

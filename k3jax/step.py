@@ -26,8 +26,8 @@ from k3jax.model.decoder import Decoder
 from k3jax.model.loss import cross_entropy
 from k3jax.model.stats import Stats
 from k3jax.optim import qk_clip, trainable
-from k3jax.parallel import Layout, fsdp
-from k3jax.parallel.mesh import ROWS
+from k3jax.parallel import Layout, fsdp, totals
+from k3jax.parallel.mesh import BATCH
 
 Batch = Mapping[str, Array]
 Metrics = dict[str, Any]
@@ -99,9 +99,9 @@ def make_loss(config: RunConfig, decoder: Decoder, layout: Layout) -> Callable[.
             return (sums[0] + total, sums[1] + targets), None
 
         sums, _ = jax.lax.scan(one, (jnp.zeros(()), jnp.zeros(())), _split(batch, config.train.accumulate))
-        return fsdp.total(sums)
+        return totals.total(sums)
 
-    return layout.per_device(loss, (dict(layout.specs), P(), P(ROWS)), P())
+    return layout.per_device(loss, (dict(layout.specs), P(), BATCH), P())
 
 
 def make_gradients(config: RunConfig, decoder: Decoder, layout: Layout) -> Callable[..., Any]:
@@ -138,11 +138,11 @@ def make_gradients(config: RunConfig, decoder: Decoder, layout: Layout) -> Calla
             empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             none = empty[2].replace(max_logit=jnp.full_like(empty[2].max_logit, -jnp.inf))
             (total, targets, stats, gradient), _ = jax.lax.scan(added, (*empty[:2], none, empty[3]), split)
-        total, targets = fsdp.total((total, targets))
-        return total, targets, stats.over_devices(), fsdp.total_gradients(gradient, layout.specs)
+        total, targets = totals.total((total, targets))
+        return total, targets, stats.over_devices(), totals.total_gradients(gradient, layout.specs)
 
     moved = {path: spec for path, spec in layout.specs.items() if path in learnt}
-    return layout.per_device(gradients, (dict(layout.specs), P(), P(ROWS)), (P(), P(), P(), moved))
+    return layout.per_device(gradients, (dict(layout.specs), P(), BATCH), (P(), P(), Stats.specs(), moved))
 
 
 def _split(batch: Batch, parts: int) -> Batch:

@@ -36,3 +36,11 @@ SPLIT = model(
     mla={"heads": 2, "q_lora": 32, "kv_lora": 24, "qk_nope": 8, "qk_shared": 4, "value_dim": 10},
     moe={"routed_experts": 6, "top_k": 2, "latent": 18, "expert_mlp": 16},
 )  # fmt: skip
+
+# SPLIT with heads and experts for eight devices.
+APART = dataclasses.replace(
+    SPLIT,
+    kda=dataclasses.replace(SPLIT.kda, heads=8),
+    mla=dataclasses.replace(SPLIT.mla, heads=8),
+    moe=dataclasses.replace(SPLIT.moe, routed_experts=8, top_k=3),
+)

@@ -1,6 +1,7 @@
 """A train step of a small model on any mesh of the 8 CPU devices, and random batches for it."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +26,17 @@ def run_config(name="tiny", model=sizes.SMALL, accumulate=1, policy="save_all", 
     )
 
 
-def layout_of(decoder, data=1, fsdp=1):
-    """The layout of a decoder on the first data * fsdp devices."""
-    mesh = make_mesh(configs.MeshConfig(data, fsdp), data * fsdp, jax.devices()[: data * fsdp])
-    return Layout.of(mesh, parameters.variables(decoder))
+def layout_of(decoder, data=1, fsdp=1, **axes):
+    """The layout of a decoder on the first devices, as many as the axes multiply to."""
+    config = configs.MeshConfig(data, fsdp, **axes)
+    devices = math.prod(dataclasses.astuple(config))
+    return Layout.of(make_mesh(config, devices, jax.devices()[:devices]), parameters.variables(decoder))
 
 
-def setup(config, data=1, fsdp=1, change=lambda optimizer: optimizer):
+def setup(config, data=1, fsdp=1, change=lambda optimizer: optimizer, **axes):
     """(decoder, layout, jitted step, first state). `change` may wrap the optimizer."""
     decoder = abstract_decoder(config)
-    layout = layout_of(decoder, data, fsdp)
+    layout = layout_of(decoder, data, fsdp, **axes)
     optimizer, schedule, _ = make_optimizer(config, parameters.variables(decoder), spread=layout.spread)
     optimizer = change(optimizer)
 

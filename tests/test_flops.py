@@ -12,6 +12,7 @@ from k3jax import config as configs
 from k3jax import flops
 from k3jax.model import common, kda, mla, moe, parameters
 from k3jax.model.decoder import Decoder
+from k3jax.parallel import context, expert
 from k3jax.step import abstract_decoder
 
 LINEAR = sizes.model(
@@ -93,9 +94,9 @@ def bare(monkeypatch):
         rows.extend(2 * experts.size * math.prod(matrix.shape[1:]) for matrix in matrices)
         return jnp.zeros_like(x)
 
-    monkeypatch.setattr(kda, "kda", no_kda)
+    monkeypatch.setattr(context, "kda", no_kda)
     monkeypatch.setattr(mla, "mla_attention", no_attention)
-    monkeypatch.setattr(moe, "expert_layer", no_experts)
+    monkeypatch.setattr(expert, "expert_layer", no_experts)
     return rows
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from rich.table import Table
 
@@ -22,7 +22,7 @@ from k3jax.model import parameters
 from k3jax.optim import make_optimizer
 from k3jax.optim.partition import without_layer
 from k3jax.parallel import Layout
-from k3jax.parallel.mesh import AXES
+from k3jax.parallel.mesh import abstract_mesh
 from k3jax.step import abstract_decoder, init_state
 
 
@@ -53,8 +53,7 @@ def shares(config: RunConfig) -> tuple[AbstractMesh, tuple[Share, ...]]:
 
     Raises ConfigError: a size that the mesh does not divide.
     """
-    sizes = config.mesh.data or 1, config.mesh.fsdp
-    mesh = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = abstract_mesh(config.mesh)
     variables = parameters.variables(abstract_decoder(config))
     specs = Layout.of(mesh, variables).specs
     optimizer, _, _ = make_optimizer(config, variables)

@@ -19,6 +19,7 @@ from flax import nnx
 from jax import Array
 
 from k3jax.config import ModelConfig
+from k3jax.parallel import tensor
 
 MatrixAxes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -152,5 +153,6 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """x [..., embed] -> [..., embed]."""
+        x = tensor.enter(x)
         hidden = gated(self.config, project(x, self.w1[...]), project(x, self.w3[...]))
-        return project(hidden, self.w2[...])
+        return tensor.leave(project(hidden, self.w2[...]))

@@ -28,7 +28,7 @@ from k3jax.model.kda import KDA
 from k3jax.model.mla import MLA
 from k3jax.model.moe import MoE
 from k3jax.model.stats import Stats
-from k3jax.parallel import fsdp
+from k3jax.parallel import context, fsdp, tensor
 
 SAVE_ALL = MemoryConfig("save_all")
 KDA_IN_GROUP = 3
@@ -77,7 +77,12 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, config.mlp, rngs) if dense else MoE(config, rngs)
 
     def attention_part(
-        self, block_sums: tuple[Source, ...], partial_sum: Array, empty: bool | Array, segment_ids: Array | None
+        self,
+        block_sums: tuple[Source, ...],
+        partial_sum: Array,
+        empty: bool | Array,
+        segment_ids: Array | None,
+        around: context.Around | None = None,
     ) -> tuple[Array, dict[str, Array]]:
         """The attention sub-layer added to the partial sum [B,T,embed], and its statistics."""
         stats, mixed, attention = {}, partial_sum, fsdp.whole(self.attention)
@@ -85,9 +90,9 @@ class Layer(nnx.Module):
             mixed, weights = self.attention_res(block_sums, partial_sum, empty)
             stats["attnres_weights"] = _token_sum(weights, segment_ids)
         if isinstance(attention, MLA):
-            y, stats["max_logit"] = attention(self.attention_norm(mixed), segment_ids)
+            y, stats["max_logit"] = attention(self.attention_norm(mixed), segment_ids, around)
         else:
-            y, saturation = attention(self.attention_norm(mixed), segment_ids)
+            y, saturation = attention(self.attention_norm(mixed), segment_ids, around)
             stats["gate_saturation"] = _token_sum(saturation, segment_ids)
         return partial_sum + y, stats
 
@@ -199,6 +204,9 @@ class Decoder(nnx.Module):
             raise ValueError(f"tokens and segment_ids must be [B,T], got {tokens.shape} and {shape}")
         config, mixes = self.config, bool(self.config.attn_res_block)
         bias = self.router_bias() if router_bias is None else router_bias
+        if context.cut() and segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        around = context.around(segment_ids)
         block_sums, pieces = (), []
         partial_sum = self.embedded(tokens)
         for index, (plan, block) in enumerate(zip(self.plans, self.blocks, strict=True)):
@@ -211,19 +219,21 @@ class Decoder(nnx.Module):
                     dense = plan.first + at < config.dense_layers
                     row = None if dense else bias[routed]
                     partial_sum, stats = self._layer(
-                        layer, block_sums, partial_sum, mixes and at == 0, row, segment_ids, scanned=False
+                        layer, block_sums, partial_sum, mixes and at == 0, row, segment_ids, around, scanned=False
                     )
                     pieces.append(jax.tree.map(lambda s: s[None], stats))
                     routed += not dense
                 if plan.groups:
                     rows = bias[routed : routed + plan.groups * len(GROUP)].reshape(plan.groups, len(GROUP), -1)
                     starts = mixes and not plan.head
-                    partial_sum, stats = self._scan(block.groups, block_sums, partial_sum, starts, rows, segment_ids)
+                    partial_sum, stats = self._scan(
+                        block.groups, block_sums, partial_sum, starts, rows, segment_ids, around
+                    )
                     pieces.append(stats)
                     routed += plan.groups * len(GROUP)
                 for layer in block.tail:
                     partial_sum, stats = self._layer(
-                        layer, block_sums, partial_sum, False, bias[routed], segment_ids, scanned=False
+                        layer, block_sums, partial_sum, False, bias[routed], segment_ids, around, scanned=False
                     )
                     pieces.append(jax.tree.map(lambda s: s[None], stats))
                     routed += 1
@@ -234,14 +244,14 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: Array) -> Array:
         """Rows of the embedding in the activations' type, that of lm_head: tokens [B,T] -> [B,T,embed]."""
-        return jnp.take(fsdp.whole(self.embed)[...], tokens, axis=0).astype(self.lm_head[...].dtype)
+        return tensor.look_up(fsdp.whole(self.embed)[...], tokens, self.lm_head[...].dtype)
 
-    def _layer(self, layer, block_sums, partial_sum, empty, bias, segment_ids, *, scanned):
+    def _layer(self, layer, block_sums, partial_sum, empty, bias, segment_ids, around, *, scanned):
         """One layer -> (partial sum, statistics of both sub-layers); each sub-layer under the memory policy."""
         keeps = fsdp.keeps if fsdp.gathers() else None
         run = functools.partial(rematerialised, self.memory, scanned=scanned, keeps=keeps)
         with jax.named_scope("mla" if isinstance(layer.attention, MLA) else "kda"):
-            args = block_sums, partial_sum, empty, segment_ids
+            args = block_sums, partial_sum, empty, segment_ids, around
             partial_sum, stats = run(Layer.attention_part, layer, *args)
         with jax.named_scope("mlp" if isinstance(layer.mlp, MLP) else "moe"):
             args = block_sums, partial_sum, bias, segment_ids
@@ -251,7 +261,7 @@ class Decoder(nnx.Module):
             stats["attnres_weights"] = pair
         return partial_sum, stats | more
 
-    def _scan(self, groups, block_sums, partial_sum, starts, bias, segment_ids):
+    def _scan(self, groups, block_sums, partial_sum, starts, bias, segment_ids, around):
         """The scanned groups of a block -> (partial sum, statistics with the layers in order on axis 0).
 
         bias [groups,4,experts]. `starts`: the first layer has no partial sum yet.
@@ -263,7 +273,7 @@ class Decoder(nnx.Module):
 
         def one(graphdef, partial_sum, state, bias, empty):
             layer = nnx.merge(graphdef, state)
-            return self._layer(layer, block_sums, partial_sum, empty, bias, segment_ids, scanned=True)
+            return self._layer(layer, block_sums, partial_sum, empty, bias, segment_ids, around, scanned=True)
 
         def group(partial_sum, xs):
             kda_state, mla_state, bias, empty = xs

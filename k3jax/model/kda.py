@@ -15,8 +15,9 @@ from flax import nnx
 from jax import Array
 
 from k3jax.config import ModelConfig
-from k3jax.model.common import RMSNorm, matrix, param, project, zeros
-from pallas_kernels.kda import kda, short_conv
+from k3jax.model.common import RMSNorm, matrix, param, project, rms_norm, zeros
+from k3jax.parallel import context, tensor
+from pallas_kernels.kda import short_conv
 
 CONV_WIDTH = 4
 DT_RANGE = 1e-3, 0.1  # of the time step that dt_bias starts from, as in earlier gated linear attention
@@ -65,24 +66,32 @@ class KDA(nnx.Module):
         self.o_norm = RMSNorm(c.value_dim, "head_dim", config.norm_eps, rngs)
         self.o = matrix(rngs, config, (c.heads, c.value_dim, d), ("heads", "head_dim", "embed"))
 
-    def __call__(self, x: Array, segment_ids: Array | None) -> tuple[Array, Array]:
-        """x [B,T,embed] -> (y [B,T,embed], saturation [B,T] fp32: share of decay channels at an end of their range)."""
+    def __call__(
+        self, x: Array, segment_ids: Array | None, around: context.Around | None = None
+    ) -> tuple[Array, Array]:
+        """x [B,T,embed] -> (y [B,T,embed], saturation [B,T] fp32: share of decay channels at an end of their range).
+
+        around: what a piece of a row knows of the rest (parallel/context.py); None: rows are whole.
+        """
         c = self.config
+        own = tensor.enter(x)  # for what this device computes of its own heads
 
         def convolved(kernel: nnx.Param, conv: nnx.Param) -> Array:
-            heads = project(x, kernel[...])
+            heads = project(own, kernel[...])
             weight = conv[...].reshape(CONV_WIDTH, -1)
             rows = heads.reshape(*x.shape[:2], -1)
-            y, _ = short_conv(rows, weight.astype(x.dtype), segment_ids=segment_ids, silu=True)
+            left = {} if around is None else {"left": context.halo(rows, around), "left_segment_ids": around.before_ids}
+            y, _ = short_conv(rows, weight.astype(x.dtype), segment_ids=segment_ids, silu=True, **left)
             return y.reshape(heads.shape)
 
-        raw_decay = project(project(x, self.f_a[...]), self.f_b[...])
-        out, _ = kda(
+        raw_decay = project(tensor.enter(project(x, self.f_a[...])), self.f_b[...])
+        out, _ = context.kda_of_row(
             convolved(self.q, self.q_conv),
             convolved(self.k, self.k_conv),
             convolved(self.v, self.v_conv),
             raw_decay,
-            project(x, self.b[...]),
+            project(own, self.b[...]),
+            around,
             a_log=self.a_log[...],
             dt_bias=self.dt_bias[...],
             lower_bound=c.lower_bound,
@@ -90,8 +99,12 @@ class KDA(nnx.Module):
             beta_is_logit=True,
             segment_ids=segment_ids,
         )
-        gate = project(x, self.g[...]) if c.output_gate == "full" else project(project(x, self.g_a[...]), self.g_b[...])
-        y = project(self.o_norm(out) * jax.nn.sigmoid(gate), self.o[...], contracted=2)
+        if c.output_gate == "full":
+            gate = project(own, self.g[...])
+        else:
+            gate = project(tensor.enter(project(x, self.g_a[...])), self.g_b[...])
+        out = rms_norm(out, tensor.enter(self.o_norm.weight[...]), self.o_norm.eps) * jax.nn.sigmoid(gate)
+        y = tensor.leave(project(out, self.o[...], contracted=2))
         return y, self._saturation(jax.lax.stop_gradient(raw_decay))
 
     def _saturation(self, raw_decay: Array) -> Array:
@@ -101,4 +114,4 @@ class KDA(nnx.Module):
         bounded = self.config.lower_bound is not None
         part = jax.nn.sigmoid(gain * z) if bounded else jnp.exp(-gain * jax.nn.softplus(z))
         at_end = (part > 0.95) | (part < 0.05)
-        return jax.lax.stop_gradient(jnp.mean(at_end.astype(jnp.float32), axis=(2, 3)))
+        return tensor.mean(jnp.mean(at_end.astype(jnp.float32), axis=(2, 3)))

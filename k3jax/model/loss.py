@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from k3jax.parallel import tensor
+
 PIECE = 2**23  # logits of one piece; 32 MiB in fp32
 
 
@@ -18,8 +20,9 @@ def cross_entropy(
 ) -> tuple[Array, Array]:
     """Summed loss in nats and number of targets.
 
-    hidden [B,T,D] after the final norm, lm_head [D,vocab], targets [B,T] int32, loss_mask [B,T] (0: not a target)
-    -> (sum [] fp32, count [] fp32). Targets outside the mask may hold anything.
+    hidden [B,T,D] after the final norm, lm_head [D,vocab] (of whose columns devices along `tensor` hold each a part),
+    targets [B,T] int32, loss_mask [B,T] (0: not a target) -> (sum [] fp32, count [] fp32). Targets outside the mask may
+    hold anything.
     """
     width, vocab = lm_head.shape
     mask = (loss_mask != 0).reshape(-1)
@@ -40,10 +43,10 @@ def cross_entropy(
     @jax.checkpoint
     def one(h: Array, target: Array, kept: Array) -> Array:
         logits = jnp.dot(h, kernel.astype(h.dtype), preferred_element_type=jnp.float32)
-        chosen = jnp.take_along_axis(logits, jnp.where(kept, target, 0)[:, None], axis=-1)[:, 0]
-        return jnp.sum(jnp.where(kept, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0))
+        chosen = tensor.pick(logits, jnp.where(kept, target, 0))
+        return jnp.sum(jnp.where(kept, tensor.log_sum_exp(logits) - chosen, 0.0))
 
-    xs = cut(hidden.reshape(tokens, width)), cut(targets.reshape(-1)), cut(mask)
+    xs = cut(tensor.enter(hidden).reshape(tokens, width)), cut(targets.reshape(-1)), cut(mask)
     if pieces == 1:
         return one(*(x[0] for x in xs)), count
     total, _ = jax.lax.scan(lambda total, x: (total + one(*x), None), jnp.zeros(()), xs)

@@ -14,6 +14,7 @@ from jax import Array
 
 from k3jax.config import ModelConfig
 from k3jax.model.common import RMSNorm, matrix, project
+from k3jax.parallel import context, tensor
 from pallas_kernels.attention import mla_attention
 
 
@@ -39,18 +40,26 @@ class MLA(nnx.Module):
             self.g = matrix(rngs, config, (d, c.heads, c.value_dim), ("embed", *heads), out=(1, 2))
         self.o = matrix(rngs, config, (c.heads, c.value_dim, d), (*heads, "embed"))
 
-    def __call__(self, x: Array, segment_ids: Array | None) -> tuple[Array, Array]:
-        """x [B,T,embed] -> (y [B,T,embed], max_logit [H] fp32: the largest scaled logit of each head)."""
+    def __call__(
+        self, x: Array, segment_ids: Array | None, around: context.Around | None = None
+    ) -> tuple[Array, Array]:
+        """x [B,T,embed] -> (y [B,T,embed], max_logit [H] fp32: the largest scaled logit of each head).
+
+        around: what a piece of a row knows of the rest (parallel/context.py); None: rows are whole.
+        """
         c = self.config
         if c.q_lora is not None:
-            query = project(self.q_norm(project(x, self.q_a[...])), self.q_b[...])
+            query = project(tensor.enter(self.q_norm(project(x, self.q_a[...]))), self.q_b[...])
         else:
-            query = project(x, self.q[...])
+            query = project(tensor.enter(x), self.q[...])
         compressed = project(x, self.kv_a[...])
         latent, key_shared = self.kv_norm(compressed[..., : c.kv_lora]), compressed[..., c.kv_lora :]
+        latent, key_shared = (tensor.enter(part) for part in context.whole_row((latent, key_shared), around))
         key, value = project(latent, self.k_b[...]), project(latent, self.v_b[...])
-        out, row_max = mla_attention(query, key, key_shared, value, segment_ids=segment_ids)
+        documents = segment_ids if around is None else around.row_ids
+        place = {} if around is None else {"query_start": context.start(x.shape[1])}
+        out, row_max = mla_attention(query, key, key_shared, value, segment_ids=documents, **place)
         if c.output_gate:
-            out = out * jax.nn.sigmoid(project(x, self.g[...]))
+            out = out * jax.nn.sigmoid(project(tensor.enter(x), self.g[...]))
         max_logit = jax.lax.stop_gradient(jnp.max(row_max, axis=(0, 2), initial=-jnp.inf))
-        return project(out, self.o[...], contracted=2), max_logit
+        return tensor.leave(project(out, self.o[...], contracted=2)), max_logit

@@ -18,7 +18,7 @@ from jax import Array
 from k3jax.config import ModelConfig
 from k3jax.model import router
 from k3jax.model.common import MLP, RMSNorm, gated, matrix, project
-from pallas_kernels.moe import expert_layer
+from k3jax.parallel import expert, tensor
 
 
 class MoE(nnx.Module):
@@ -52,13 +52,14 @@ class MoE(nnx.Module):
         scores = self.router.scores(tokens)
         routing = router.route(scores, bias, c, active)
         latent = project(tokens, self.latent_down[...]) if c.latent else tokens
-        mixed = expert_layer(
-            latent,
+        mixed = expert.routed(
+            tensor.enter(latent),
             routing.experts,
-            routing.weights,
+            tensor.enter(routing.weights),
             *(kernel[...] for kernel in (self.w1, self.w3, self.w2)),
             activation=functools.partial(gated, self.config),
         )
+        mixed = tensor.leave(mixed)
         if c.latent:
             mixed = project(self.latent_norm(mixed), self.latent_up[...])
         if c.shared_experts:

@@ -1,12 +1,11 @@
-"""Collectives over the axes that split rows, for code that runs inside `Layout.per_device`.
+"""Parameters in parts: whole where a layer runs, and back in parts as gradients. Inside `Layout.per_device`.
 
-    whole(W_p) = concatenation of all W_p over fsdp        its transpose: dW_p = (sum over fsdp of dW)_p, in fp32
-    total(x_p) = sum of x_p over data and fsdp
+    whole(W_p) = concatenation of all W_p over SHARDS      its transpose: dW_p = (sum over SHARDS of dW)_p, in fp32
 
 A layer's parameters are gathered where the layer runs, inside its rematerialised region and its scan step, so that one
 layer is whole at a time; the gradient leaves by a reduce-scatter. (Embedding and head are whole from the forward to the
-backward pass.) Invariant: outside `per_device`, and on axes of size
-1, all of these are the identity.
+backward pass.) What lies apart over `tensor`, and experts over `expert`, stays apart: layers work on their own part of
+these. Invariant: outside `per_device`, and on axes of size 1, all of this is the identity.
 """
 
 import functools
@@ -16,27 +15,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.sharding import AxisType
 
-from k3jax.parallel.mesh import ROWS, partition_spec
+from k3jax.parallel.mesh import SHARDS, local_sizes, partition_spec, spec_names
 
 # What only shows a gathered parameter in another form; keeping that would keep the parameter.
 VIEWS = {"reshape", "convert_element_type", "transpose", "squeeze", "broadcast_in_dim", "slice"}
 T = TypeVar("T")
 
 
-def _sizes() -> dict[str, int]:
-    """Sizes of the mesh axes that this code runs on one device of."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return {}
-    kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-    return {name: size for name, size, kind in kinds if kind == AxisType.Manual}
-
-
 def gathers() -> bool:
     """Whether parameters arrive in parts here."""
-    return _sizes().get("fsdp", 1) > 1
+    sizes = local_sizes()
+    return any(sizes.get(name, 1) > 1 for name in SHARDS)
 
 
 def keeps(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -61,52 +51,28 @@ def _whole_value(path: str, param: nnx.Param) -> Array:
     value, axes = param.get_value(), param.get_metadata("logical_axes")
     if len(axes) == value.ndim + 1:  # one layer of a scanned stack
         axes = axes[1:]
-    spec = partition_spec(path, (0,) * value.ndim, axes, _sizes())
-    split = next((axis for axis, name in enumerate(spec) if name == "fsdp"), None)
-    return value if split is None else _gather(value, split)
+    spec = spec_names(partition_spec(path, (0,) * value.ndim, axes, local_sizes()))
+    for at, (axis, names) in enumerate(zip(axes, spec, strict=False)):
+        split = tuple(name for name in names if name in SHARDS)
+        if split and axis != "experts":
+            value = gather(value, at, split)
+    return value
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(part: Array, axis: int) -> Array:
-    return jax.lax.all_gather(part, "fsdp", axis=axis, tiled=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(part: Array, axis: int, names: tuple[str, ...]) -> Array:
+    """The parts that lie over mesh axes `names`, concatenated along `axis`."""
+    return jax.lax.all_gather(part, names, axis=axis, tiled=True)
 
 
-def _gather_forward(part: Array, axis: int) -> tuple[Array, None]:
-    return _gather(part, axis), None
+def _gather_forward(part: Array, axis: int, names: tuple[str, ...]) -> tuple[Array, None]:
+    return gather(part, axis, names), None
 
 
-def _gather_backward(axis: int, _: None, gradient: Array) -> tuple[Array]:
+def _gather_backward(axis: int, names: tuple[str, ...], _: None, gradient: Array) -> tuple[Array]:
     # Summed in fp32: a bf16 sum over many devices would lose what each of them computed.
-    total = jax.lax.psum_scatter(gradient.astype(jnp.float32), "fsdp", scatter_dimension=axis, tiled=True)
+    total = jax.lax.psum_scatter(gradient.astype(jnp.float32), names, scatter_dimension=axis, tiled=True)
     return (total.astype(gradient.dtype),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
-
-
-def total(tree: T) -> T:
-    """Sum over all devices that hold different rows."""
-    axes = tuple(name for name in ROWS if name in _sizes())
-    return jax.lax.psum(tree, axes) if axes else tree
-
-
-def largest(x: Array) -> Array:
-    """Maximum over all devices that hold different rows."""
-    axes = tuple(name for name in ROWS if name in _sizes())
-    return jax.lax.pmax(x, axes) if axes else x
-
-
-def total_gradients(gradients: dict[str, Array], specs: dict[str, Any]) -> dict[str, Array]:
-    """Each device's gradients of its own rows -> gradients of all rows; `specs` of the parameters by path.
-
-    Those of split parameters were summed over fsdp when they left by the reduce-scatter.
-    """
-    sizes = _sizes()
-    if not sizes:
-        return gradients
-
-    def one(path: str, gradient: Array) -> Array:
-        done = {name for entry in specs[path] for name in ((entry,) if isinstance(entry, str) else entry or ())}
-        return jax.lax.psum(gradient, tuple(name for name in ROWS if name in sizes and name not in done))
-
-    return {path: one(path, gradient) for path, gradient in gradients.items()}
+gather.defvjp(_gather_forward, _gather_backward)

@@ -1,12 +1,19 @@
 """The device mesh, and the one table that says where an array lives.
 
-    axis   rows of the batch   parameters, gradients, optimizer state
-    data   split               repeated
-    fsdp   split               split along one axis: by RULES, or by SPARE for those that RULES leaves whole
+    axis     tokens of the batch         parameters, gradients, optimizer state
+    data     rows are split              repeated
+    fsdp     rows are split              split along one axis, gathered where a layer runs
+    expert   rows are split              whole experts apart; the rest as over fsdp
+    context  rows are cut into pieces    as over fsdp
+    tensor   the same on each            heads, inner width of MLPs and experts, vocabulary apart
 
-A parameter's metadata names its logical axes; the table turns them into a PartitionSpec. Vectors stay whole: gathering
-one costs a message and saves nothing. Invariant: a logical parameter's spec follows from its axes and the mesh alone; a
-size that does not divide, or two logical axes of one array on one mesh axis, is an error with names.
+Devices that hold different tokens sum their gradients; those along `tensor` share the work on the same tokens. Tensor
+comes last: its devices are neighbours, which talk in every sub-layer.
+
+A parameter's metadata names its logical axes; the table turns them into a PartitionSpec. Vectors are split over tensor
+at most: gathering one costs a message and saves nothing. Invariant: a logical parameter's spec follows from its axes
+and the mesh alone; a size that does not divide, or two logical axes of one array on one mesh axis, is an error with
+names.
 """
 
 import math
@@ -15,34 +22,71 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from k3jax.config import ConfigError, MeshConfig
 
-AXES = ("data", "fsdp")
-ROWS = ("data", "fsdp")  # the axes whose devices hold different rows
-RULES = {"batch": ROWS, "embed": "fsdp", "expert_mlp": "fsdp"}
-# What `fsdp` splits where RULES put nothing on it: the low-rank kernels, which have neither of its axes.
-SPARE = ("q_lora", "kv_lora", "gate_rank")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+ROWS = ("data", "fsdp", "expert")  # the axes whose devices hold different rows
+TOKENS = (*ROWS, "context")  # and different tokens
+SHARDS = ("fsdp", "expert", "context")  # those of TOKENS over which parameters lie in parts
+BATCH = P(ROWS, "context")  # of arrays [B,T]
+RULES = {
+    "embed": SHARDS,
+    "experts": "expert",  # of their kernels; the router needs all of its outputs
+    "expert_mlp": ("tensor", "fsdp", "context"),
+    "heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+}
+# What SHARDS split where RULES put none of them: the low-rank kernels, which have neither embed nor expert_mlp.
+SPARE = {"q_lora": SHARDS, "kv_lora": SHARDS, "gate_rank": "fsdp"}
 
 
-def make_mesh(config: MeshConfig, rows: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    config: MeshConfig, rows: int, devices: Sequence[jax.Device] | None = None, *, seq_len: int | None = None
+) -> Mesh:
     """The mesh of a run over `devices` (all, by default). `rows` is the smallest batch that must divide over it.
 
-    Raises ConfigError: the axes do not multiply to the number of devices, or the rows cannot be split.
+    Raises ConfigError: the axes do not multiply to the number of devices, or the rows, or tokens of a row, cannot be
+    split.
     """
     devices = jax.devices() if devices is None else devices
-    data = config.data if config.data is not None else max(len(devices) // config.fsdp, 1)
-    if data * config.fsdp != len(devices):
-        product = f"mesh.data x mesh.fsdp = {data} x {config.fsdp} = {data * config.fsdp}"
+    sizes = axis_sizes(config, len(devices))
+    if math.prod(sizes.values()) != len(devices):
+        product = f"{_product(sizes)} = {math.prod(sizes.values())}"
         raise ConfigError(f"{product} is not the number of devices, {len(devices)}")
-    if rows % len(devices):
+    if rows % math.prod(sizes[name] for name in ROWS):
         raise ConfigError(
             f"data.batch_rows / train.accumulate = {rows} rows cannot be split over "
-            f"mesh.data x mesh.fsdp = {data} x {config.fsdp} devices"
+            f"{_product({name: sizes[name] for name in ROWS})} devices"
         )
-    return jax.make_mesh((data, config.fsdp), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    if seq_len is not None and seq_len % sizes["context"]:
+        raise ConfigError(f"data.seq_len = {seq_len} cannot be split over mesh.context = {sizes['context']} devices")
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def abstract_mesh(config: MeshConfig) -> AbstractMesh:
+    """The mesh of devices that need not be there; mesh.data is 1 where it is left open."""
+    sizes = axis_sizes(config, 1)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """Devices along each axis; `data` takes what the others leave of `devices`, where the config leaves it open."""
+    sizes = {name: getattr(config, name) for name in AXES}
+    if sizes["data"] is None:
+        sizes["data"] = max(devices // math.prod(sizes[name] for name in AXES[1:]), 1)
+    return sizes
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    """data, fsdp and the sizes that are not 1, as a product: `mesh.data x mesh.fsdp = 2 x 4`."""
+    shown = {name: size for name, size in sizes.items() if size > 1 or name in ("data", "fsdp")}
+    names, numbers = " x ".join(f"mesh.{name}" for name in shown), " x ".join(map(str, shown.values()))
+    return f"{names} = {numbers}"
 
 
 def partition_spec(
@@ -58,25 +102,54 @@ def partition_spec(
     """
     if len(shape) != len(logical_axes):
         raise ConfigError(f"{path}: {len(shape)} axes are called {', '.join(logical_axes)}")
-    if sum(axis not in ("layers", "blocks") for axis in logical_axes) < 2:
-        return P()
-    placed = [rules.get(axis) for axis in logical_axes]
-    if "fsdp" not in placed:
-        spare = next((i for i, axis in enumerate(logical_axes) if axis in SPARE and placed[i] is None), None)
+    placed = [_names(rules.get(axis)) for axis in logical_axes]
+    if "experts" in logical_axes and "expert_mlp" not in logical_axes:
+        placed[logical_axes.index("experts")] = ()
+    vector = sum(axis not in ("layers", "blocks") for axis in logical_axes) < 2
+    if vector:
+        placed = [tuple(name for name in names if name not in SHARDS) for names in placed]
+    elif not any(name in SHARDS for names in placed for name in names):
+        spare = next((i for i, axis in enumerate(logical_axes) if axis in SPARE and not placed[i]), None)
         if spare is not None:
-            placed[spare] = "fsdp"
+            placed[spare] = _names(SPARE[logical_axes[spare]])
+    placed = [tuple(name for name in names if sizes.get(name, 1) > 1) for names in placed]
     taken: dict[str, str] = {}
-    for size, axis, mesh_axes in zip(shape, logical_axes, placed, strict=True):
-        names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+    for size, axis, names in zip(shape, logical_axes, placed, strict=True):
         for name in names:
             if name in taken:
                 raise ConfigError(f"{path}: {taken[name]} and {axis} cannot both be split over mesh axis {name}")
             taken[name] = axis
-        parts = math.prod(sizes.get(name, 1) for name in names)
+        parts = math.prod(sizes[name] for name in names)
         if size % parts:
             split = " x ".join(f"mesh.{name}" for name in names)
             raise ConfigError(f"{path}: {axis} of {size} cannot be split over {split} = {parts}")
-    return P(*(None if name is None or sizes.get(name, 1) == 1 else name for name in placed))
+    if vector and not any(placed):
+        return P()
+    return P(*(names[0] if len(names) == 1 else names or None for names in placed))
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """A rule, or an entry of a spec, as a tuple of mesh axes."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def spec_names(spec: P) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of each array axis of a spec."""
+    return tuple(map(_names, spec))
+
+
+def local_sizes() -> dict[str, int]:
+    """Sizes of the mesh axes that the calling code runs on one device of; empty outside `Layout.per_device`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return {}
+    kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, kind in kinds if kind == AxisType.Manual}
+
+
+def local_size(axis: str) -> int:
+    """Devices along one mesh axis, as `local_sizes`; 1 outside."""
+    return local_sizes().get(axis, 1)
 
 
 @dataclass(frozen=True)
@@ -101,9 +174,9 @@ class Layout:
         return self.mesh.size == 1
 
     @property
-    def rows(self) -> NamedSharding:
-        """Of arrays [B, ...]: rows split over all axes that hold different rows."""
-        return NamedSharding(self.mesh, P(ROWS))
+    def batch(self) -> NamedSharding:
+        """Of arrays [B,T]: rows split over all axes that hold different rows, and cut into pieces over context."""
+        return NamedSharding(self.mesh, BATCH)
 
     def shardings(self, tree: Any) -> Any:
         """The sharding of each leaf of a train state: a parameter's, wherever its path is a key; else repeated."""
@@ -114,14 +187,17 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(of, tree)
 
-    def place(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """A batch of host arrays [B, T] on its devices."""
-        return {name: jax.device_put(array, self.rows) for name, array in batch.items()}
+    def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A batch of host arrays [B,T] on its devices. Each process gives the whole batch and places its own parts."""
+        return {
+            name: jax.make_array_from_callback(array.shape, self.batch, np.asarray(array).__getitem__)
+            for name, array in batch.items()
+        }
 
     def batch_shapes(self, rows: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """What `place` gives for a batch of `k3jax.data`, as shapes: arrays [rows, seq_len]."""
         kinds = {"tokens": "int32", "targets": "int32", "loss_mask": "bool", "segment_ids": "int32"}
-        return {n: jax.ShapeDtypeStruct((rows, seq_len), kind, sharding=self.rows) for n, kind in kinds.items()}
+        return {n: jax.ShapeDtypeStruct((rows, seq_len), kind, sharding=self.batch) for n, kind in kinds.items()}
 
     def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """`function` run by every device on its own part: shard_map over the whole mesh."""

@@ -10,7 +10,8 @@ The rest is xla.py's: online softmax forward, FlashAttention-2 (arXiv 2307.08691
 
 A query sees the keys up to its own position whose document starts where its own does: one integer per position says
 what is seen, and one per tile where its loop begins or ends. Both backward kernels compute the weights again, and so
-every sum belongs to one program, in one order: no atomics, and the same call gives the same bits.
+every sum belongs to one program, in one order: no atomics, and the same call gives the same bits. Of a part of the
+sequence each kernel also reads the position of the first query, `origin`, from which its loops take their other end.
 
 Invariants: the shared part meets the heads only inside a tile; a tile that no query may look into is not read; logits,
 softmax, sums and output are fp32 until the last cast, products of fp32 inputs three-pass TF32; the memory of a program
@@ -29,10 +30,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float, Int
 
 from pallas_kernels import gpu
-from pallas_kernels.attention.xla import LOWEST
+from pallas_kernels.attention.xla import LOWEST, part_ids
 from pallas_kernels.gpu import Launch, Operand
 from pallas_kernels.segments import keep_tokens, starts
-from pallas_kernels.slices import pad
+from pallas_kernels.slices import cut, pad
 
 # Widths of keys and values, and of the shared part: powers of two, from what a tensor core multiplies at once to what
 # the registers of a program hold.
@@ -80,10 +81,11 @@ def _whole(tile: Array) -> int:
 
 
 class Sizes(NamedTuple):
-    """What a launch depends on; the length is a multiple of every tile. Grids are (tile, head, batch)."""
+    """What a launch depends on; queries and keys come in multiples of every tile. Grids are (tile, head, batch)."""
 
     batch: int
-    length: int
+    queries: int
+    keys: int
     heads: int
     own: int
     shared: int
@@ -91,6 +93,7 @@ class Sizes(NamedTuple):
     dtype: jnp.dtype
     scale: float
     documents: bool
+    part: bool  # the queries are a part of the sequence
     tiles: Tiles
     interpret: bool
 
@@ -110,46 +113,51 @@ class Sizes(NamedTuple):
         """Which pairs of a tile are seen, from (position, start of the document) of each side, ready to broadcast."""
         seen = keys[0] <= queries[0] if diagonal else True
         if self.documents:
-            # The length stands for padding, which sees nothing and is seen by nothing, not even by itself.
-            seen = seen & (keys[1] == jnp.where(queries[1] < self.length, queries[1], -1))
+            # Their number stands for padding, which sees nothing and is seen by nothing, not even by itself.
+            seen = seen & (keys[1] == jnp.where(queries[1] < self.keys, queries[1], -1))
         return seen
 
-    def tokens(self, width, dtype=None, tile=None, at: Callable = _whole) -> Operand:
-        """[B,T,H,width], a tile or all of a row, of one head."""
-        shape = self.batch, self.length, self.heads, width
-        block = None, tile or self.length, None, width
-        return Operand(shape, dtype or self.dtype, block, lambda i, h, b: (b, at(i), h, 0))
+    def tokens(self, length: int, width: int, dtype=None, tile=None, at: Callable = _whole) -> Operand:
+        """[B,length,H,width], a tile or all of a row, of one head."""
+        shape = self.batch, length, self.heads, width
+        return Operand(
+            shape, dtype or self.dtype, (None, tile or length, None, width), lambda i, h, b: (b, at(i), h, 0)
+        )
 
     def shared_tokens(self, tile=None, at: Callable = _whole) -> Operand:
-        """key_shared [B,T,Ks]."""
-        block = None, tile or self.length, self.shared
-        return Operand((self.batch, self.length, self.shared), self.dtype, block, lambda i, h, b: (b, at(i), 0))
+        """key_shared [B,Tk,Ks]."""
+        block = None, tile or self.keys, self.shared
+        return Operand((self.batch, self.keys, self.shared), self.dtype, block, lambda i, h, b: (b, at(i), 0))
 
     def numbers(self, tile=None, at: Callable = _whole) -> Operand:
-        """fp32 [B,H,T]."""
-        shape, block = (self.batch, self.heads, self.length), (None, None, tile or self.length)
+        """fp32 [B,H,Tq]."""
+        shape, block = (self.batch, self.heads, self.queries), (None, None, tile or self.queries)
         return Operand(shape, jnp.float32, block, lambda i, h, b: (b, h, at(i)))
 
-    def starts(self) -> Operand:
-        """The document starts [B,T]."""
-        return Operand((self.batch, self.length), jnp.int32, (None, self.length), lambda i, h, b: (b, 0))
+    def starts(self, tiles: int, at: Callable) -> tuple[Operand, ...]:
+        """The document starts [B,Tk], a number for each of the tiles [B,tiles], and the origin of a part."""
+        whole = Operand((self.batch, self.keys), jnp.int32, (None, self.keys), lambda i, h, b: (b, 0))
+        borders = Operand((self.batch, tiles), jnp.int32, (None, None), lambda i, h, b: (b, at(i)))
+        origin = Operand((1,), jnp.int32, (None,), lambda i, h, b: (0,))
+        return (whole, borders, origin) if self.part else (whole, borders)
 
-    def borders(self, tile: int, at: Callable) -> Operand:
-        """One number per tile [B,tiles]."""
-        return Operand((self.batch, self.length // tile), jnp.int32, (None, None), lambda i, h, b: (b, at(i)))
+    def origin(self, refs: tuple) -> tuple[Array | None, tuple]:
+        """The origin of a part, from the references behind the borders, and the rest of them, which are the results."""
+        return (refs[0][...], refs[1:]) if self.part else (None, refs)
 
 
 def attention(
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T H Kn"],
-    key_shared: Float[Array, "B T Ks"],
-    value: Float[Array, "B T H V"],
-    segment_ids: Int[Array, "B T"] | None,
+    query: Float[Array, "B Tq H K"],
+    key: Float[Array, "B Tk H Kn"],
+    key_shared: Float[Array, "B Tk Ks"],
+    value: Float[Array, "B Tk H V"],
+    segment_ids: Int[Array, "B Tk"] | None,
     scale: float,
     *,
+    query_start: Int[Array, ""] | None = None,
     interpret: bool = False,
     tiles: Tiles | None = None,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "B H T"]]:
+) -> tuple[Float[Array, "B Tq H V"], Float[Array, "B H Tq"]]:
     """(output in value's dtype, row_max fp32); with `interpret` the kernels run on any device, slowly.
 
     Raises:
@@ -157,7 +165,7 @@ def attention(
     """
     if not interpret:
         gpu.require()
-    batch, length, heads, width = value.shape
+    (batch, length, heads, _), total, width = query.shape, key.shape[1], value.shape[3]
     own, shared = key.shape[3], key_shared.shape[2]
     if own not in WIDTHS or shared not in SHARED_WIDTHS or width not in WIDTHS:
         raise NotImplementedError(
@@ -167,79 +175,101 @@ def attention(
     if value.dtype not in (BF16, FP32) or not query.dtype == key.dtype == key_shared.dtype == value.dtype:
         found = f"{query.dtype}, {key.dtype}, {key_shared.dtype}, {value.dtype}"
         raise NotImplementedError(f"the GPU kernel takes inputs that are all bfloat16 or all float32, not {found}")
-    if 0 in value.shape:
-        return jnp.zeros_like(value), jnp.zeros((batch, heads, length), jnp.float32)
+    if 0 in query.shape:
+        return jnp.zeros((batch, length, heads, width), value.dtype), jnp.zeros((batch, heads, length), jnp.float32)
     tiles = tiles or gpu.tiles(TILES, SERVER_TILES, (value.dtype, max(own, width) > 64))
-    arrays = [keep_tokens(x, segment_ids) for x in (query, key, key_shared, value)]
-    # Filled up behind the last token, where no query looks.
-    missing = -length % max(max(tile.queries, tile.keys) for tile in tiles)
-    total = length + missing
+    key_ids, query_ids = part_ids(segment_ids, query_start, length, key)
+    query = keep_tokens(query, query_ids)
+    arrays = [keep_tokens(x, key_ids) for x in (key, key_shared, value)]
+    # Filled up behind the last token, where no query looks; so far that a last tile of queries stands among the keys.
+    most = max(max(tile.queries, tile.keys) for tile in tiles)
+    missing = -length % most
+    missing_keys = missing + -(total + missing) % most
     if missing:
-        arrays = [pad(x, missing) for x in arrays]
-    if segment_ids is None:
-        start = jnp.zeros((batch, total), jnp.int32)
+        query = pad(query, missing)
+    if missing_keys:
+        arrays = [pad(x, missing_keys) for x in arrays]
+    queries, keys = length + missing, total + missing_keys
+    if key_ids is None:
+        start = jnp.zeros((batch, keys), jnp.int32)
     else:
-        start = pad(jnp.where(segment_ids != 0, starts(segment_ids), total), missing, total)
-    documents = segment_ids is not None
-    sizes = Sizes(batch, total, heads, own, shared, width, value.dtype, float(scale), documents, tiles, interpret)
-    output, row_max = _attention(*arrays, start, sizes)
+        start = pad(jnp.where(key_ids != 0, starts(key_ids), keys), missing_keys, keys)
+    documents, part = key_ids is not None, query_start is not None
+    sizes = Sizes(
+        batch, queries, keys, heads, own, shared, width, value.dtype, float(scale), documents, part, tiles, interpret
+    )
+    output, row_max = _attention(query, *arrays, start, query_start, sizes)
     output, row_max = output[:, :length].astype(value.dtype), row_max[:, :, :length]
-    return keep_tokens(output, segment_ids), row_max
+    return keep_tokens(output, query_ids), row_max
 
 
 def launches(
-    batch: int, length: int, heads: int, own: int, shared: int, value: int, dtype: jnp.dtype
+    batch: int, length: int, heads: int, own: int, shared: int, value: int, dtype: jnp.dtype, part: bool = False
 ) -> tuple[tuple[Launch, ...], tuple[Launch, ...]]:
-    """The kernels of the forward and of the backward pass, in order, for documents; the length in whole tiles."""
+    """The kernels of the forward and of the backward pass, in order, for documents; the length in whole tiles.
+
+    With `part`, those of a part of the sequence, here of all of it.
+    """
     dtype = jnp.dtype(dtype)
     tiles = gpu.tiles(TILES, SERVER_TILES, (dtype, max(own, value) > 64))
-    sizes = Sizes(batch, length, heads, own, shared, value, dtype, (own + shared) ** -0.5, True, tiles, False)
+    scale = (own + shared) ** -0.5
+    sizes = Sizes(batch, length, length, heads, own, shared, value, dtype, scale, True, part, tiles, False)
     return (_forward(sizes),), (_d_keys(sizes), _d_query(sizes))
 
 
-def _begins(start: Int[Array, "B T"], tile: int) -> Int[Array, "B tiles"]:
-    """For each tile of queries the first position that one of them sees; T where all are padding."""
+def _begins(start: Int[Array, "B Tq"], tile: int) -> Int[Array, "B tiles"]:
+    """For each tile of queries the first position that one of them sees; Tk where all are padding."""
     return start.reshape(start.shape[0], -1, tile).min(axis=2)
 
 
-def _first_keys(start: Int[Array, "B T"], tile: Tile) -> Int[Array, "B tiles"]:
+def _first_keys(start: Int[Array, "B Tq"], tile: Tile) -> Int[Array, "B tiles"]:
     """For each tile of queries the first tile of keys that it sees."""
     return lax.div(_begins(start, tile.queries), np.int32(tile.keys))
 
 
-def _end_queries(start: Int[Array, "B T"], tile: Tile) -> Int[Array, "B tiles"]:
+def _end_queries(start: Int[Array, "B Tq"], keys: int, tile: Tile) -> Int[Array, "B tiles"]:
     """For each tile of keys the end of the tiles of queries that may see it. Documents follow one another."""
     begins = _begins(start, tile.queries)
-    ends = tile.keys * (1 + np.arange(start.shape[1] // tile.keys, dtype=np.int32))
+    ends = tile.keys * (1 + np.arange(keys // tile.keys, dtype=np.int32))
     number = 1 + np.arange(begins.shape[1], dtype=np.int32)
     return jnp.where(begins[:, None] < ends[None, :, None], number[None, None], 0).max(axis=2)
 
 
-def _key_tiles(index: Array, tile: Tile) -> tuple[Array, Array]:
+def _first(index: Array, size: int, origin: Array | None) -> Array:
+    """The first position of a tile."""
+    return index * size if origin is None else origin + index * size
+
+
+def _key_tiles(index: Array, tile: Tile, origin: Array | None) -> tuple[Array, Array]:
     """The first tile of keys on the diagonal of a tile of queries, and the end of its tiles."""
-    end = lax.div((index + 1) * tile.queries + tile.keys - 1, np.int32(tile.keys))
-    return lax.div(index * tile.queries, np.int32(tile.keys)), end
+    end = lax.div(_first(index + 1, tile.queries, origin) + tile.keys - 1, np.int32(tile.keys))
+    return lax.div(_first(index, tile.queries, origin), np.int32(tile.keys)), end
 
 
-def _query_tiles(index: Array, tile: Tile) -> tuple[Array, Array]:
+def _query_tiles(index: Array, tile: Tile, origin: Array | None) -> tuple[Array, Array]:
     """The first tile of queries on the diagonal of a tile of keys, and the first one behind the diagonal."""
-    behind = lax.div((index + 1) * tile.keys + tile.queries - 1, np.int32(tile.queries))
-    return lax.div(index * tile.keys, np.int32(tile.queries)), behind
+
+    def queries_before(key: Array) -> Array:
+        return key if origin is None else jnp.maximum(key - origin, 0)
+
+    behind = lax.div(queries_before((index + 1) * tile.keys) + tile.queries - 1, np.int32(tile.queries))
+    return lax.div(queries_before(index * tile.keys), np.int32(tile.queries)), behind
 
 
-def _positions(index: Array, size: int) -> tuple[pl.Slice, Array]:
-    """The positions of a tile, as a piece of a reference and as numbers."""
-    return pl.ds(index * size, size), index * size + lax.iota(jnp.int32, size)
+def _positions(index: Array, size: int, origin: Array | None = None) -> tuple[pl.Slice, Array]:
+    """The positions of a tile among the keys, as a piece of a reference and as numbers."""
+    return pl.ds(_first(index, size, origin), size), _first(index, size, origin) + lax.iota(jnp.int32, size)
 
 
 def _forward(sizes: Sizes) -> Launch:
     """query, key, key_shared, value, document starts, first tiles of keys -> output fp32, m, l."""
     tile = sizes.tiles.forward
-    last = sizes.length // tile.queries - 1
+    last = sizes.queries // tile.queries - 1
 
-    def body(query_ref, key_ref, shared_ref, value_ref, start_ref, first_ref, output_ref, max_ref, sum_ref):
+    def body(query_ref, key_ref, shared_ref, value_ref, start_ref, first_ref, *refs):
+        origin, (output_ref, max_ref, sum_ref) = sizes.origin(refs)
         index = last - pl.program_id(0)
-        at, position = _positions(index, tile.queries)
+        at, position = _positions(index, tile.queries, origin)
         queries = tuple(query_ref[:, part] for part in sizes.parts())
         looking = position[:, None], start_ref[at][:, None]
 
@@ -258,7 +288,7 @@ def _forward(sizes: Sizes) -> Launch:
 
         nothing = jnp.zeros(tile.queries, jnp.float32)
         carry = nothing - jnp.inf, nothing, jnp.zeros((tile.queries, sizes.value), jnp.float32)
-        first, (diagonal, end) = first_ref[...], _key_tiles(index, tile)
+        first, (diagonal, end) = first_ref[...], _key_tiles(index, tile, origin)
         carry = lax.fori_loop(first, diagonal, functools.partial(one_tile, False), carry)
         carry = lax.fori_loop(jnp.maximum(first, diagonal), end, functools.partial(one_tile, True), carry)
         largest, total, weighted = carry
@@ -275,10 +305,11 @@ def _forward(sizes: Sizes) -> Launch:
         body,
         (last + 1, sizes.heads, sizes.batch),
         (
-            sizes.tokens(sizes.own + sizes.shared, None, tile.queries, at), sizes.tokens(sizes.own),
-            sizes.shared_tokens(), sizes.tokens(sizes.value), sizes.starts(), sizes.borders(tile.queries, at),
+            sizes.tokens(sizes.queries, sizes.own + sizes.shared, None, tile.queries, at),
+            sizes.tokens(sizes.keys, sizes.own), sizes.shared_tokens(), sizes.tokens(sizes.keys, sizes.value),
+            *sizes.starts(last + 1, at),
         ),
-        (sizes.tokens(sizes.value, jnp.float32, tile.queries, at), rows, rows),
+        (sizes.tokens(sizes.queries, sizes.value, jnp.float32, tile.queries, at), rows, rows),
         tile.warps,
         tile.stages,
         sizes.interpret,
@@ -295,9 +326,9 @@ def _d_keys(sizes: Sizes) -> Launch:
     tile = sizes.tiles.d_keys
 
     def body(
-        query_ref, key_ref, shared_ref, value_ref, d_output_ref, max_ref, sum_ref, dots_ref, start_ref, end_ref,
-        d_key_ref, d_shared_ref, d_value_ref,
+        query_ref, key_ref, shared_ref, value_ref, d_output_ref, max_ref, sum_ref, dots_ref, start_ref, end_ref, *refs
     ):  # fmt: skip
+        origin, (d_key_ref, d_shared_ref, d_value_ref) = sizes.origin(refs)
         index = pl.program_id(0)
         at, position = _positions(index, tile.keys)
         keys, value = (key_ref[...], shared_ref[...]), value_ref[...]
@@ -305,9 +336,10 @@ def _d_keys(sizes: Sizes) -> Launch:
 
         def one_tile(diagonal: bool, index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             d_key, d_shared, d_value = carry
-            at, position = _positions(index, tile.queries)
+            among_keys, position = _positions(index, tile.queries, origin)
+            at = among_keys if origin is None else pl.ds(index * tile.queries, tile.queries)
             queries, d_output = tuple(query_ref[at, part] for part in sizes.parts()), d_output_ref[at, :]
-            seen = sizes.seen((position[None], start_ref[at][None]), looked_at, diagonal)
+            seen = sizes.seen((position[None], start_ref[among_keys][None]), looked_at, diagonal)
             weights = _weights(sizes.logits(keys, queries), seen, max_ref[at][None]) * (1 / sum_ref[at])[None]
             d_logits = _d_logits(weights, sizes.dot(value, d_output, 1), dots_ref[at][None], seen)
             d_key = d_key + sizes.dot(d_logits, queries[0], 0)
@@ -315,7 +347,7 @@ def _d_keys(sizes: Sizes) -> Launch:
             return d_key, d_shared, d_value + sizes.dot(weights, d_output, 0)
 
         carry = tuple(jnp.zeros(x.shape, jnp.float32) for x in (*keys, value))
-        end, (diagonal, behind) = end_ref[...], _query_tiles(index, tile)
+        end, (diagonal, behind) = end_ref[...], _query_tiles(index, tile, origin)
         carry = lax.fori_loop(diagonal, jnp.minimum(behind, end), functools.partial(one_tile, True), carry)
         d_key, d_shared, d_value = lax.fori_loop(behind, end, functools.partial(one_tile, False), carry)
         d_key_ref[...] = (np.float32(sizes.scale) * d_key).astype(sizes.dtype)
@@ -326,16 +358,17 @@ def _d_keys(sizes: Sizes) -> Launch:
         return i
 
     numbers = sizes.numbers()
-    of_keys, of_values = (sizes.tokens(x, None, tile.keys, at) for x in (sizes.own, sizes.value))
+    tiles = sizes.keys // tile.keys
+    of_keys, of_values = (sizes.tokens(sizes.keys, x, None, tile.keys, at) for x in (sizes.own, sizes.value))
     return Launch(
         "mla_d_keys",
         body,
-        (sizes.length // tile.keys, sizes.heads, sizes.batch),
+        (tiles, sizes.heads, sizes.batch),
         (
-            sizes.tokens(sizes.own + sizes.shared), of_keys, sizes.shared_tokens(tile.keys, at), of_values,
-            sizes.tokens(sizes.value), numbers, numbers, numbers, sizes.starts(), sizes.borders(tile.keys, at),
+            sizes.tokens(sizes.queries, sizes.own + sizes.shared), of_keys, sizes.shared_tokens(tile.keys, at),
+            of_values, sizes.tokens(sizes.queries, sizes.value), numbers, numbers, numbers, *sizes.starts(tiles, at),
         ),
-        (of_keys, sizes.tokens(sizes.shared, jnp.float32, tile.keys, at), of_values),
+        (of_keys, sizes.tokens(sizes.keys, sizes.shared, jnp.float32, tile.keys, at), of_values),
         tile.warps,
         tile.stages,
         sizes.interpret,
@@ -345,14 +378,14 @@ def _d_keys(sizes: Sizes) -> Launch:
 def _d_query(sizes: Sizes) -> Launch:
     """query, key, key_shared, value, d_output, m, l, dots, starts, first tiles of keys -> d_query."""
     tile = sizes.tiles.d_query
-    last = sizes.length // tile.queries - 1
+    last = sizes.queries // tile.queries - 1
 
     def body(
-        query_ref, key_ref, shared_ref, value_ref, d_output_ref, max_ref, sum_ref, dots_ref, start_ref, first_ref,
-        d_query_ref,
+        query_ref, key_ref, shared_ref, value_ref, d_output_ref, max_ref, sum_ref, dots_ref, start_ref, first_ref, *refs
     ):  # fmt: skip
+        origin, (d_query_ref,) = sizes.origin(refs)
         index = last - pl.program_id(0)
-        at, position = _positions(index, tile.queries)
+        at, position = _positions(index, tile.queries, origin)
         queries, d_output = tuple(query_ref[:, part] for part in sizes.parts()), d_output_ref[...]
         looking = position[:, None], start_ref[at][:, None]
         largest, dots = max_ref[...][:, None], dots_ref[...][:, None]
@@ -367,7 +400,7 @@ def _d_query(sizes: Sizes) -> Launch:
 
         carry = tuple(jnp.zeros(x.shape, jnp.float32) for x in queries)
         # One loop that always compares positions: the registers of sm_80 do not hold what two loops have in common.
-        carry = lax.fori_loop(first_ref[...], _key_tiles(index, tile)[1], one_tile, carry)
+        carry = lax.fori_loop(first_ref[...], _key_tiles(index, tile, origin)[1], one_tile, carry)
         total = sum_ref[...][:, None]  # a query's weights have it in common
         for part, d_part in zip(sizes.parts(), carry, strict=True):
             d_query_ref[:, part] = (np.float32(sizes.scale) * d_part / total).astype(sizes.dtype)
@@ -375,16 +408,16 @@ def _d_query(sizes: Sizes) -> Launch:
     def at(i: Array) -> Array:
         return last - i
 
-    of_queries = sizes.tokens(sizes.own + sizes.shared, None, tile.queries, at)
+    of_queries = sizes.tokens(sizes.queries, sizes.own + sizes.shared, None, tile.queries, at)
     numbers = sizes.numbers(tile.queries, at)
     return Launch(
         "mla_d_query",
         body,
         (last + 1, sizes.heads, sizes.batch),
         (
-            of_queries, sizes.tokens(sizes.own), sizes.shared_tokens(), sizes.tokens(sizes.value),
-            sizes.tokens(sizes.value, None, tile.queries, at), numbers, numbers, numbers, sizes.starts(),
-            sizes.borders(tile.queries, at),
+            of_queries, sizes.tokens(sizes.keys, sizes.own), sizes.shared_tokens(),
+            sizes.tokens(sizes.keys, sizes.value), sizes.tokens(sizes.queries, sizes.value, None, tile.queries, at),
+            numbers, numbers, numbers, *sizes.starts(last + 1, at),
         ),
         (of_queries,),
         tile.warps,
@@ -404,31 +437,40 @@ def _d_logits(weights: Array, products: Array, dots: Array, seen: Array | bool) 
     return jnp.where(seen, weights * (products - dots), 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(query, key, key_shared, value, start, sizes):
-    """-> output [B,T,H,V] fp32, row_max [B,H,T]."""
-    return _attention_forward(query, key, key_shared, value, start, sizes)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attention(query, key, key_shared, value, start, query_start, sizes):
+    """-> output [B,Tq,H,V] fp32, row_max [B,H,Tq]."""
+    return _attention_forward(query, key, key_shared, value, start, query_start, sizes)[0]
 
 
-def _attention_forward(query, key, key_shared, value, start, sizes):
+def _looking(start, query_start, sizes):
+    """The document starts [B,Tq] of the queries, and the origin as the kernels read it."""
+    if query_start is None:
+        return start, ()
+    return cut(start, query_start, sizes.queries), (query_start[None],)
+
+
+def _attention_forward(query, key, key_shared, value, start, query_start, sizes):
     arrays = query, key, key_shared, value, start
-    borders = _first_keys(start, sizes.tiles.forward)
-    output, row_max, sums = _forward(sizes)(*arrays, borders)
+    looking, origin = _looking(start, query_start, sizes)
+    borders = _first_keys(looking, sizes.tiles.forward)
+    output, row_max, sums = _forward(sizes)(*arrays, borders, *origin)
     # Everything that is kept for the backward pass, and the one place where it can be named for a memory policy.
-    residuals = *arrays, output, row_max, sums
+    residuals = *arrays, query_start, output, row_max, sums
     return (output, row_max), residuals
 
 
 def _attention_backward(sizes, residuals, gradients):
-    *inputs, start, output, row_max, sums = residuals
+    *inputs, start, query_start, output, row_max, sums = residuals
     d_output, _ = gradients  # the row maximum carries no gradient
     dots = jnp.einsum("bthv,bthv->bht", d_output, output, precision="highest")
     arrays = *inputs, d_output.astype(sizes.dtype), row_max, sums, dots, start
-    borders = _end_queries(start, sizes.tiles.d_keys)
-    d_key, d_shared, d_value = _d_keys(sizes)(*arrays, borders)
-    borders = _first_keys(start, sizes.tiles.d_query)
-    (d_query,) = _d_query(sizes)(*arrays, borders)
-    return d_query, d_key, d_shared.sum(axis=2).astype(sizes.dtype), d_value, None
+    looking, origin = _looking(start, query_start, sizes)
+    borders = _end_queries(looking, sizes.keys, sizes.tiles.d_keys)
+    d_key, d_shared, d_value = _d_keys(sizes)(*arrays, borders, *origin)
+    borders = _first_keys(looking, sizes.tiles.d_query)
+    (d_query,) = _d_query(sizes)(*arrays, borders, *origin)
+    return d_query, d_key, d_shared.sum(axis=2).astype(sizes.dtype), d_value, None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

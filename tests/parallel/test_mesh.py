@@ -56,9 +56,13 @@ def test_names_must_fit_the_shape():
 
 
 def test_mesh_of_all_devices():
-    assert dict(make_mesh(MeshConfig(), 8).shape) == {"data": 8, "fsdp": 1}
-    assert dict(make_mesh(MeshConfig(None, 4), 8).shape) == {"data": 2, "fsdp": 4}
-    assert dict(make_mesh(MeshConfig(1, 2), 8, jax.devices()[:2]).shape) == {"data": 1, "fsdp": 2}
+    one = dict.fromkeys(("data", "fsdp", "expert", "context", "tensor"), 1)
+    assert dict(make_mesh(MeshConfig(), 8).shape) == one | {"data": 8}
+    assert dict(make_mesh(MeshConfig(None, 4), 8).shape) == one | {"data": 2, "fsdp": 4}
+    assert dict(make_mesh(MeshConfig(1, 2), 8, jax.devices()[:2]).shape) == one | {"fsdp": 2}
+    mixed = make_mesh(MeshConfig(expert=2, tensor=2), 8)
+    assert dict(mixed.shape) == one | {"data": 2, "expert": 2, "tensor": 2}
+    assert [d.id for d in mixed.devices[0, 0, 0, 0]] == [0, 1]  # neighbours along tensor
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_sum_of_gradients_is_fp32():
     weights = jnp.array([256.0] + [1.0] * 7, jnp.bfloat16)
 
     def loss(part, weight):
-        return jnp.sum(fsdp._gather(part, 0) * weight)
+        return jnp.sum(fsdp.gather(part, 0, ("fsdp",)) * weight)
 
     specs = {"in_specs": (P("fsdp"), P("fsdp")), "out_specs": P("fsdp"), "check_vma": False}
     gradient = jax.shard_map(jax.grad(loss), mesh=mesh, **specs)(jnp.ones(8, jnp.bfloat16), weights)
