@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import sizes
 
@@ -65,3 +66,16 @@ def batch(seed=0, rows=2, width=16):
     tokens = jax.random.randint(jax.random.key(seed), (rows, width + 1), 0, 200)
     ones = jnp.ones((rows, width), jnp.int32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": ones > 0, "segment_ids": ones}
+
+
+def uneven_batch(rows=8, width=24):
+    """Packed documents, padding, rows with few targets, and micro-batches without any."""
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 200, (rows, width + 1), dtype=np.int32)
+    segments = np.sort(rng.integers(1, 4, (rows, width)), axis=1).astype(np.int32)
+    segments[0, -7:] = 0
+    segments[3] = 0
+    mask = rng.random((rows, width)) < np.linspace(0.1, 1, rows)[:, None]
+    mask[4:6] = False
+    mask &= segments > 0
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask, "segment_ids": segments}

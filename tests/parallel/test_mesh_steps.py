@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sizes
 from jax.sharding import PartitionSpec as P
-from steps import keeping_gradients, run_config, setup
+from steps import keeping_gradients, run_config, setup, uneven_batch
 
 from k3jax.model.router import BINS
 from k3jax.parallel import fsdp
@@ -19,19 +19,6 @@ from k3jax.step import make_gradients
 DEFAULT = [(2, 2, 2, "recompute_all"), (1, 8, 1, "save_all")]
 ALL = [(d, f, a) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) for a in (1, 2, 4, 8) if 1 < d * f * a <= 8]
 TAU = 0.01
-
-
-def uneven_batch(rows=8, width=24):
-    """Packed documents, padding, rows with few targets, and micro-batches without any."""
-    rng = np.random.default_rng(5)
-    tokens = rng.integers(0, 200, (rows, width + 1), dtype=np.int32)
-    segments = np.sort(rng.integers(1, 4, (rows, width)), axis=1).astype(np.int32)
-    segments[0, -7:] = 0
-    segments[3] = 0
-    mask = rng.random((rows, width)) < np.linspace(0.1, 1, rows)[:, None]
-    mask[4:6] = False
-    mask &= segments > 0
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask, "segment_ids": segments}
 
 
 def results(data, fsdp, accumulate, policy="save_all"):
