@@ -35,6 +35,7 @@ from k3jax.hf.config import difference
 from k3jax.model import parameters
 from k3jax.optim import format_table, make_optimizer
 from k3jax.parallel import Layout, make_mesh
+from k3jax.parallel.mesh import in_words
 from k3jax.step import TrainState, abstract_decoder, init_state, make_train_step, start_state
 from k3jax.workdir import Workdir
 
@@ -66,10 +67,9 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     if config.init_from is not None and not Path(config.init_from).expanduser().is_dir():
         raise ConfigError(f"init_from={config.init_from}: no such folder")
     workdir = stack.enter_context(Workdir(folder, config.to_dict()))
-    mesh = make_mesh(config.mesh, config.data.batch_rows // config.train.accumulate)
+    mesh = make_mesh(config.mesh, config.data.batch_rows // config.train.accumulate, seq_len=config.data.seq_len)
     kind, device = mesh.devices.flat[0].device_kind, hardware.lookup(mesh.devices.flat[0].device_kind)
-    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    console.print(f"{config.name} on {mesh.size} x {kind} ({axes}), {folder}")
+    console.print(f"{config.name} on {mesh.size} x {kind} ({in_words(mesh)}), {folder}")
     if device is not None and device.bf16 is None and config.train.dtype == "bfloat16":
         console.print(f"{kind} has no bfloat16: computing in float32")
         config = _replaced(config, "train", dtype="float32")

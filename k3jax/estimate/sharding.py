@@ -22,7 +22,7 @@ from k3jax.model import parameters
 from k3jax.optim import make_optimizer
 from k3jax.optim.partition import without_layer
 from k3jax.parallel import Layout
-from k3jax.parallel.mesh import abstract_mesh
+from k3jax.parallel.mesh import abstract_mesh, in_words
 from k3jax.step import abstract_decoder, init_state
 
 
@@ -83,7 +83,7 @@ def _bytes(array: jax.ShapeDtypeStruct, spec: P, mesh: AbstractMesh) -> int:
 
 def named(mesh: AbstractMesh) -> str:
     """The mesh in words."""
-    return f"{mesh.size:,} devices ({' x '.join(f'{name} {size}' for name, size in mesh.shape.items())})"
+    return f"{mesh.size:,} devices ({in_words(mesh)})"
 
 
 def format_table(found: Iterable[Share]) -> Table:

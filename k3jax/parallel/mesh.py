@@ -82,9 +82,19 @@ def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     return sizes
 
 
+def in_words(mesh: Mesh | AbstractMesh) -> str:
+    """The axes that a reader wants to see: `data 2 x fsdp 4`."""
+    return " x ".join(f"{name} {size}" for name, size in _shown(mesh.shape).items())
+
+
+def _shown(sizes: Mapping[str, int]) -> dict[str, int]:
+    """data, fsdp and the axes that are in use."""
+    return {name: size for name, size in sizes.items() if size > 1 or name in ("data", "fsdp")}
+
+
 def _product(sizes: Mapping[str, int]) -> str:
-    """data, fsdp and the sizes that are not 1, as a product: `mesh.data x mesh.fsdp = 2 x 4`."""
-    shown = {name: size for name, size in sizes.items() if size > 1 or name in ("data", "fsdp")}
+    """The sizes shown, as a product: `mesh.data x mesh.fsdp = 2 x 4`."""
+    shown = _shown(sizes)
     names, numbers = " x ".join(f"mesh.{name}" for name in shown), " x ".join(map(str, shown.values()))
     return f"{names} = {numbers}"
 

@@ -17,8 +17,8 @@ from k3jax.parallel import Layout, make_mesh
 from k3jax.step import abstract_decoder, init_state
 
 
-def on(data, fsdp):
-    return dataclasses.replace(run_config(model=sizes.SPLIT), mesh=MeshConfig(data, fsdp))
+def on(data, fsdp, **axes):
+    return dataclasses.replace(run_config(model=sizes.SPLIT), mesh=MeshConfig(data, fsdp, **axes))
 
 
 def held(config):
@@ -40,11 +40,11 @@ def held(config):
     return sums["params"], sums["state"]
 
 
-@pytest.mark.parametrize("data, fsdp", [(1, 8), (4, 2)])
-def test_bytes_are_those_of_real_arrays(data, fsdp):
-    config = on(data, fsdp)
+@pytest.mark.parametrize("axes", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 1, "expert": 2, "tensor": 2}])
+def test_bytes_are_those_of_real_arrays(axes):
+    config = on(**axes)
     mesh, found = shares(config)
-    assert dict(mesh.shape) == {"data": data, "fsdp": fsdp}
+    assert {name: size for name, size in mesh.shape.items() if name in axes or size > 1} == axes
     assert (sum(x.parameter_bytes for x in found), sum(x.state_bytes for x in found)) == held(config)
     assert sum(x.count for x in found) == sum(
         value.shape[0] if ".groups." in path else 1 for path, value in init_values(config).items()
