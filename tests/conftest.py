@@ -14,9 +14,17 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "model"), str(HERE / "pallas_kernels")]
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_file():
+    """Compiled programs live in memory maps, of which Linux gives a process 65,530; the whole suite would need more."""
+    yield
+    jax.clear_caches()
 
 
 def pytest_terminal_summary(terminalreporter, config):
