@@ -27,6 +27,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
+from k3jax import distributed
 from k3jax.config import ConfigError, MachineError
 
 UNFINISHED = ocp.path.atomicity.TMP_DIR_SUFFIX  # part of the name of a save that has not come to its end
@@ -44,6 +45,9 @@ class Checkpoints:
     attempts. So a failure costs no memory: the state that is lost with it is an older one of the run that goes on.
 
     pauses: seconds before the second, third, ... attempt. report: takes a line for the user.
+
+    Of a run's several processes all make the same calls; each writes its parts, and a failure of one is one of all. As
+    clocks differ, they try again at the next `save`, and not before.
     """
 
     def __init__(
@@ -66,15 +70,16 @@ class Checkpoints:
         self._closed = False
         self._next_attempt = 0.0  # time.monotonic
         _silence()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._clean()
-        except OSError as error:
-            raise MachineError(f"{self.folder} cannot be written: {_cause(error)}") from error
+        with distributed.agreed("the checkpoints"):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._clean()
+            except OSError as error:
+                raise MachineError(f"{self.folder} cannot be written: {_cause(error)}") from error
 
     def steps(self) -> list[int]:
         """The complete steps, in order."""
-        return complete_steps(self.folder)
+        return distributed.told("the checkpoints", complete_steps(self.folder))
 
     def latest(self) -> int | None:
         """The last complete step, or None."""
@@ -90,7 +95,7 @@ class Checkpoints:
         self._settle()
         while step != self._written:
             early = self._next_attempt - time.monotonic() if self._failures else 0.0
-            if early > 0 and not wait:
+            if early > 0 and not wait and distributed.count() == 1:
                 return  # check() will say when
             time.sleep(max(0.0, early))
             self._start(step, state)
@@ -103,6 +108,8 @@ class Checkpoints:
 
         Does not wait. Raises MachineError when the last attempt has failed.
         """
+        if distributed.count() > 1:
+            return False
         if self._pending is not None and self._pending[1].done():
             self._settle()
         return self._pending is None and self._failures > 0 and time.monotonic() >= self._next_attempt
@@ -134,18 +141,24 @@ class Checkpoints:
         silence for an older one: that would take back steps of the log that the user has seen, and hide a broken disk.
         """
         folder = self.folder / str(step)
-        older = max((s for s in self.steps() if s < step), default=None)
+        older = max((s for s in complete_steps(self.folder) if s < step), default=None)
         resort = "" if older is None else f"; to go on from step {older}, delete {folder}"
         return _read(folder, like, partial=False, resort=resort)
 
     def _start(self, step: int, state: Any) -> None:
         self._written, args = None, ocp.args.PyTreeSave(_by_name(state))
         try:
-            if step in self.steps():
-                self._remove(step)
+            with distributed.agreed("the save"):
+                if step in complete_steps(self.folder):
+                    self._remove(step)
             self._saver.save(self.folder / str(step), args=args, force=True)
         except Exception as error:
-            self._failed(step, error)
+            if distributed.count() == 1:
+                self._failed(step, error)
+                return
+            failed: Future = Future()  # the others may not have failed, and hear of it at the end of this save
+            failed.set_exception(error)
+            self._pending = step, failed
         else:
             self._pending = step, self._background.submit(self._finish, step)
 
@@ -154,14 +167,14 @@ class Checkpoints:
         self._saver.wait_until_finished()
         if not (self.folder / str(step)).is_dir():
             raise OSError(errno.EIO, f"{self.folder / str(step)} is not there after its save")
-        for old in self.steps()[: -self._keep]:
+        for old in complete_steps(self.folder)[: -self._keep]:
             try:
                 self._remove(old)
             except OSError as error:  # no reason to call the new one lost
                 self.report(f"checkpoint {self.folder / str(old)} could not be removed: {_cause(error)}")
 
     def _remove(self, step: int) -> None:
-        if jax.process_index() == 0:
+        if distributed.first():
             folder = self.folder / str(step)
             # First no step any more, then gone: a kill in between leaves no half of a step.
             shutil.rmtree(folder.rename(folder.with_name(f"{step}{UNFINISHED}-old")), ignore_errors=True)
@@ -172,6 +185,12 @@ class Checkpoints:
             return
         (step, future), self._pending = self._pending, None
         error = future.exception()
+        try:
+            with distributed.agreed("the end of the save"):
+                if error is not None:
+                    raise error
+        except Exception as found:
+            error = found
         if error is None:
             self._failures, self._written = 0, step
         else:
@@ -194,12 +213,12 @@ class Checkpoints:
         self.report(f"{what} (attempt {self._failures} of {attempts}, the next in {pause:g} s)")
 
     def _resort(self) -> str:
-        latest = self.latest()
+        latest = max(complete_steps(self.folder), default=None)
         return "no checkpoint is complete" if latest is None else f"the last complete checkpoint is of step {latest}"
 
     def _clean(self) -> None:
         """Removes what saves left that did not come to their end: it takes the space of the next one."""
-        if jax.process_index() == 0:
+        if distributed.first():
             for folder in self.folder.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -248,7 +267,7 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
     # Replicas share the writing of an array only where that saves time: each cut is a program to compile for every
     # shape and device (8 s for 40 shapes on 8 CPU devices), and on one process nothing is gained.
     arrays = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=2**20
+        use_replica_parallel=distributed.count() > 1, min_slice_bytes_for_replica_parallel=2**20
     )
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import jax
 from absl import flags
 
+from k3jax import distributed
 from k3jax.config import ConfigError, MachineError
 
 
@@ -31,11 +32,13 @@ def guarded(body: Callable[[list[str]], int], argv: list[str]) -> int:
         return _ended(3, f"out of host memory: {error}")
     except OSError as error:
         return _ended(3, f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        first = str(error).splitlines()[0]
-        return _ended(3, f"out of device memory: {first}; train.accumulate, memory.policy and mesh.fsdp need less")
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        if distributed.lost(error):
+            return _ended(3, f"another process is gone: {first}")
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            return _ended(3, f"out of device memory: {first}; train.accumulate, memory.policy and mesh.fsdp need less")
+        raise
 
 
 def parse(
@@ -50,24 +53,40 @@ def parse(
     about: text of `--help`; texts: what each flag means; defaults: of flags that may be left out; positional: name of
     the one argument that is no flag. Raises ConfigError.
     """
-    known = flags.FlagValues()
-    for name, text in texts.items():
-        flags.DEFINE_string(name, defaults.get(name), text, flag_values=known)
-    flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=known)
-    rest = known(list(argv))[1:]
-    if known.help:
-        own = "\n".join(f"  --{name}: {text}" for name, text in texts.items())
-        print(f"{about.strip()}\n\nFlags:\n{own}")
+    found = _given(argv, about, texts, defaults)
+    if found is None:
         return None
+    given, rest = found
     if positional is not None and len(rest) != 1:
         raise ConfigError(f"one {positional} is needed, got {rest or 'none'}")
     if positional is None and rest:
         raise ConfigError(f"unknown argument {rest[0]!r}")
+    return given if positional is None else given | {positional: rest[0]}
+
+
+def parse_known(
+    argv: Sequence[str], about: str, texts: Mapping[str, str], defaults: Mapping[str, str | None]
+) -> tuple[dict[str, str], list[str]] | None:
+    """`parse`, and with it the arguments that `texts` does not name, in their order."""
+    return _given(argv, about, texts, defaults, others=True)
+
+
+def _given(argv, about, texts, defaults, others: bool = False) -> tuple[dict[str, str], list[str]] | None:
+    """Flags by name and the arguments that are none; `others`: those that nobody named may be among them."""
+    known = flags.FlagValues()
+    known.set_gnu_getopt(others)
+    for name, text in texts.items():
+        flags.DEFINE_string(name, defaults.get(name), text, flag_values=known)
+    flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=known)
+    rest = known(list(argv), known_only=others)[1:]
+    if known.help:
+        own = "\n".join(f"  --{name}: {text}" for name, text in texts.items())
+        print(f"{about.strip()}\n\nFlags:\n{own}")
+        return None
     for name in texts:
         if not known[name].value and name not in defaults:
             raise ConfigError(f"--{name} is missing")
-    found = {name: known[name].value for name in texts}
-    return found if positional is None else found | {positional: rest[0]}
+    return {name: known[name].value for name in texts}, rest
 
 
 def overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

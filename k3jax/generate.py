@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from k3jax import distributed
 from k3jax.model.decoder import Decoder
 
 
@@ -35,11 +36,16 @@ def sample(
         raise ValueError("prompt must hold one token or more")
     graphdef, weights = nnx.split(decoder)
     text, keys = [int(token) for token in prompt], jax.random.split(jax.random.key(seed), max(tokens, 1))
+    next_token = functools.partial(_next_token, graphdef, vocab, temperature)
+    if distributed.count() > 1 and tokens:
+        next_token = distributed.compiled(
+            _next_token, graphdef, vocab, temperature, weights, np.zeros(window, np.int32), 1, keys[0]
+        )
     for key in keys[:tokens]:
         recent = np.zeros(window, np.int32)
         shown = text[-window:]
         recent[: len(shown)] = shown
-        token = int(_next_token(graphdef, vocab, temperature, weights, recent, len(shown), key))
+        token = int(next_token(weights, recent, len(shown), key))
         if token == stop:
             break
         text.append(token)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from k3jax import checkpoint, command, data, flops, hardware, hf, metrics
+from k3jax import checkpoint, command, data, distributed, flops, hardware, hf, metrics
 from k3jax import config as configs
 from k3jax.config import ConfigError, MachineError, RunConfig
 from k3jax.debug import first_nonfinite
@@ -63,13 +63,17 @@ def _main(argv: list[str]) -> int:
 
 def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     # ---- set-up -----------------------------------------------------------------------------------------------
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    distributed.join()
+    speaks = distributed.first()
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=not speaks)
     if config.init_from is not None and not Path(config.init_from).expanduser().is_dir():
         raise ConfigError(f"init_from={config.init_from}: no such folder")
-    workdir = stack.enter_context(Workdir(folder, config.to_dict()))
+    with distributed.agreed("the workdir"):
+        workdir = stack.enter_context(Workdir(folder, config.to_dict())) if speaks else None
     mesh = make_mesh(config.mesh, config.data.batch_rows // config.train.accumulate, seq_len=config.data.seq_len)
     kind, device = mesh.devices.flat[0].device_kind, hardware.lookup(mesh.devices.flat[0].device_kind)
-    console.print(f"{config.name} on {mesh.size} x {kind} ({in_words(mesh)}), {folder}")
+    many = f" in {distributed.count()} processes" if distributed.count() > 1 else ""
+    console.print(f"{config.name} on {mesh.size} x {kind} ({in_words(mesh)}){many}, {folder}")
     if device is not None and device.bf16 is None and config.train.dtype == "bfloat16":
         console.print(f"{kind} has no bfloat16: computing in float32")
         config = _replaced(config, "train", dtype="float32")
@@ -84,8 +88,10 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     console.print(f"{total:,} parameters, {active:,} active")
 
     # ---- data -------------------------------------------------------------------------------------------------
-    corpus = data.load(config.data, config.model.vocab)
-    workdir.check_data(corpus.fingerprints)
+    with distributed.agreed("the data"):
+        corpus = data.load(config.data, config.model.vocab)
+        if workdir is not None:
+            workdir.check_data(corpus.fingerprints)
     for line in corpus.lines():
         console.print(line)
     if config.train.epochs is not None:
@@ -94,7 +100,7 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         optimizer, schedule, _ = make_optimizer(config, variables, spread=layout.spread)
         console.print(f"{steps:,} steps")
     prompt = _prompt(config, corpus.tokenizer)
-    ngrams, unit = corpus.ngrams() or {}, "byte" if config.data.tokenizer == "bytes" else "token"
+    ngrams, unit = (speaks and corpus.ngrams()) or {}, "byte" if config.data.tokenizer == "bytes" else "token"
     if ngrams:
         console.print(f"held-out nats per {unit} of n-grams: {_listed(ngrams)}")
 
@@ -106,14 +112,15 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     shardings = layout.shardings(like)
     like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings)
     checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep, report=console.print)
-    stack.callback(_finish_saving, checkpoints, console)
+    stack.push(functools.partial(_finish_saving, checkpoints, console))
     first, last = checkpoints.latest() or 0, config.train.steps
     if first > last:
         raise ConfigError(f"train.steps = {last} is below the checkpoint's step {first} in {folder}")
     room = config.checkpoint.keep + 1 - len(checkpoints.steps())  # the oldest goes when a new one is complete
     coming = -(-last // config.checkpoint.every) - first // config.checkpoint.every
-    if first < last:
-        checkpoint.require_space(folder, min(max(room, 1), coming) * checkpoint.state_bytes(like))
+    with distributed.agreed("the disk"):
+        if first < last and speaks:
+            checkpoint.require_space(folder, min(max(room, 1), coming) * checkpoint.state_bytes(like))
     # Drawing the parameters runs once: what it costs is its compilation.
     quick = {"out_shardings": shardings}
     if mesh.devices.flat[0].platform == "cpu":
@@ -125,30 +132,37 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         console.print(f"resumed at step {first}")
     elif config.init_from is not None:
         params, bias = _weights(config, like)
-        state = jax.jit(functools.partial(start_state, config, optimizer), donate_argnums=0, **quick)(params, bias)
+        start = jax.jit(functools.partial(start_state, config, optimizer), donate_argnums=0, **quick)
+        state = distributed.compiled(start, params, bias)(params, bias)
         del params, bias
         console.print(f"weights from {config.init_from}")
     else:
-        state = jax.jit(create, **quick)()
+        state = distributed.compiled(jax.jit(create, **quick))()
     evaluate = make_evaluate(config, decoder, layout)
 
     # ---- writers ----------------------------------------------------------------------------------------------
-    workdir.begin()
-    jsonl = metrics.JsonlWriter(folder / "metrics.jsonl", first)
-    progress = metrics.Progress(last, first)
-    writers: list[metrics.Writer] = [jsonl, progress]
-    if config.log.tensorboard:
-        writers.append(metrics.TensorBoardWriter(folder / "tensorboard", first))
-    if config.log.wandb:
-        writers.append(metrics.WandbWriter(config.log.wandb, folder, first, config.to_dict(), config.name))
+    writers: list[metrics.Writer] = []
+    reached, has_looked, say = 0, True, console.print
+    with distributed.agreed("the log"):
+        if workdir is not None:
+            workdir.begin()
+            jsonl = metrics.JsonlWriter(folder / "metrics.jsonl", first)
+            progress = metrics.Progress(last, first)
+            reached, has_looked, say = jsonl.reached, metrics.EVAL_LOSS in jsonl.last, progress.message
+            writers += [jsonl, progress]
+            if config.log.tensorboard:
+                writers.append(metrics.TensorBoardWriter(folder / "tensorboard", first))
+            if config.log.wandb:
+                writers.append(metrics.WandbWriter(config.log.wandb, folder, first, config.to_dict(), config.name))
     for writer in writers:
         stack.callback(writer.close)
+    reached, has_looked = distributed.told("the log", [reached, has_looked])
     rows, width = config.data.batch_rows, config.data.seq_len
     peak = None if device is None else device.peak(config.train.dtype)
     meter = metrics.Meter(
         rows * width, flops.train_step(config.model, width, rows), None if peak is None else peak * mesh.size
     )
-    profiler = metrics.Profiler(folder / "profile", config.profile.span, first, last, progress.message)
+    profiler = metrics.Profiler(folder / "profile", config.profile.span if speaks else None, first, last, say)
     stack.callback(profiler.close)
     watch = _Watch(config, meter, writers)
 
@@ -156,35 +170,42 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         """The held-out loss, or None if the run is asked to stop meanwhile."""
         with meter.aside("evaluation"):
             batches = corpus.evaluation_batches(count).iterate()
-            loss = evaluate(state, (batch for batch in batches if not stop.is_set()))
+            loss = evaluate(state, (batch for batch in batches if not stops()))
             batches.close()
-        return None if stop.is_set() else loss
+        return None if stops() else loss
 
     def show_sample() -> None:
         with meter.aside("sampling"):
-            print(_continuation(config, state, decoder, corpus.tokenizer, prompt), flush=True)
+            text = _continuation(config, state, decoder, corpus.tokenizer, prompt)
+            if speaks:
+                print(text, flush=True)
 
     # ---- loop -------------------------------------------------------------------------------------------------
-    stop = stack.enter_context(_stop_on_signals())
+    asked, vote = stack.enter_context(_stop_on_signals()), distributed.Vote(mesh)
+
+    def stops() -> bool:
+        """Whether the run ends here, in all processes."""
+        return vote(asked.is_set())
+
     train_step = None
     if first < last:
-        progress.message("compiling the step (about a minute on a laptop)")
+        say("compiling the step (about a minute on a laptop)")
         with meter.aside("compilation"):
             step_of = make_train_step(config, decoder, optimizer, schedule, layout)
-            jitted = jax.jit(step_of, donate_argnums=0, out_shardings=(shardings, None))
-            train_step = jitted.lower(like, layout.batch_shapes(rows, width)).compile()
+            jitted = jax.jit(step_of, donate_argnums=0, out_shardings=(shardings, layout.repeated))
+            train_step = distributed.compiled(jitted, like, layout.batch_shapes(rows, width))
     stream = corpus.train_batches().iterate(first)
     stack.callback(stream.close)
-    meter.start(first, jsonl.reached)
+    meter.start(first, reached)
     done = first
-    cut_off = 0 < first < last and first % config.eval.every == 0 and metrics.EVAL_LOSS not in jsonl.last
+    cut_off = 0 < first < last and first % config.eval.every == 0 and not has_looked
     if cut_off and (loss := evaluation(config.eval.rows)) is not None:  # the run was stopped in this evaluation
         watch.write(first, {metrics.EVAL_LOSS: loss})
     try:
-        while done < last and not stop.is_set():
+        while done < last and not stops():
             profiler.before(done + 1)
-            batch = layout.place(next(stream))
-            state, result = train_step(state, batch)
+            batch = next(stream)
+            state, result = train_step(state, layout.place(batch))
             done += 1
             profiler.after(done, result["loss"])
             evaluates, samples, saves = (
@@ -195,7 +216,7 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
             if evaluates or samples or saves or config.debug.nans or done == first + 1:
                 watch.catch_up()
             if config.debug.nans and watch.skipped:
-                where = first_nonfinite(state.to_decoder(decoder, config.train.dtype), jax.device_get(batch))
+                where = first_nonfinite(state.to_decoder(decoder, config.train.dtype), batch)
                 console.print(f"error: step {done} was not finite; first at: {where or 'the update'}")
                 return 1
             if watch.skipped >= config.train.max_skipped:
@@ -217,7 +238,7 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     except checkpoint.SaveFailed:
         raise
     except (ConfigError, MachineError, OSError):  # of the data, a log or a sample: the state is good
-        if done > first:
+        if done > first and distributed.count() == 1:  # else the others do not know, and would not save with it
             checkpoints.save(done, state, wait=True)
             console.print(f"saved step {done}")
         raise
@@ -230,7 +251,7 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     if done < last:
         console.print(f"stopped at step {done}; the same command goes on from there")
         return 0
-    progress.message("evaluating on all held-out files")
+    say("evaluating on all held-out files")
     looked, loss = evaluation(config.eval.rows), evaluation(None)
     if looked is None or loss is None:
         console.print(f"stopped behind the last step, {done}, without its held-out loss; the same command takes it")
@@ -295,8 +316,12 @@ def _weights(config: RunConfig, like: TrainState) -> tuple[dict[str, jax.Array],
     decoder = hf.load(path, dtype="float32")
     if different := difference(config.model, decoder.config):
         raise ConfigError(f"init_from={path} is another model: {different}")
-    placed = {p: jax.device_put(v, like.params[p].sharding) for p, v in parameters.values(decoder).items()}
-    return placed, jax.device_put(decoder.router_bias(), like.router_bias.sharding)
+
+    def placed(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+        return jax.make_array_from_callback(value.shape, sharding, np.asarray(value).__getitem__)
+
+    params = {path: placed(value, like.params[path].sharding) for path, value in parameters.values(decoder).items()}
+    return params, placed(decoder.router_bias(), like.router_bias.sharding)
 
 
 @contextmanager
@@ -316,7 +341,8 @@ def _stop_on_signals() -> Iterator[threading.Event]:
     def ask(*_) -> None:
         stop.set()
         restore()
-        os.write(2, b"\nstopping: this step is finished and saved; once more to stop at once\n")
+        if distributed.first():
+            os.write(2, b"\nstopping: this step is finished and saved; once more to stop at once\n")
 
     for number in before:
         signal.signal(number, ask)
@@ -330,8 +356,13 @@ def _listed(losses: dict[str, float]) -> str:
     return ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
 
 
-def _finish_saving(checkpoints: checkpoint.Checkpoints, console: Console) -> None:
-    """However a run ends, the save that is being written comes to its end; a failure is said, and hides no other."""
+def _finish_saving(checkpoints: checkpoint.Checkpoints, console: Console, kind: type | None, *_: object) -> None:
+    """However a run ends, the save that is being written comes to its end; a failure is said, and hides no other.
+
+    Of several processes one that fails does not wait: it cannot be written without the others.
+    """
+    if kind is not None and distributed.count() > 1:
+        return
     try:
         checkpoints.close()
     except MachineError as error:
@@ -364,4 +395,4 @@ def _continuation(config: RunConfig, state: TrainState, decoder, tokenizer, prom
 if __name__ == "__main__":
     logging.getLogger().setLevel(logging.WARNING)
     sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
-    sys.exit(main(sys.argv))
+    distributed.leave(main(sys.argv))

@@ -188,6 +188,11 @@ class Layout:
         """Of arrays [B,T]: rows split over all axes that hold different rows, and cut into pieces over context."""
         return NamedSharding(self.mesh, BATCH)
 
+    @property
+    def repeated(self) -> NamedSharding:
+        """Of what every device holds whole, as numbers that are read."""
+        return NamedSharding(self.mesh, P())
+
     def shardings(self, tree: Any) -> Any:
         """The sharding of each leaf of a train state: a parameter's, wherever its path is a key; else repeated."""
 
