@@ -6,6 +6,7 @@ The numbers are those of one process on as many devices: loss 1e-5, gradient nor
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -90,19 +91,31 @@ def test_two_processes_one_killed_are_one(tmp_path, corpus):
 @pytest.mark.slow
 def test_four_processes_and_other_meshes_behind_them(tmp_path, corpus):
     """Saved by 4 processes on fsdp 8; goes on in 1 process, and in 2 on fsdp 2 x tensor 4."""
-    every = ["checkpoint.every=4", "eval.every=4", "checkpoint.keep=9"]
-    assert runs.run(tmp_path / "one", corpus, *MODEL, *every, "train.steps=8", devices=1) == 0
+    fields = ["optim.schedule=wsd", "optim.decay_steps=1", "optim.end_fraction=1.0", "eval.every=4", "checkpoint.every=4"]
+    assert runs.run(tmp_path / "one", corpus, *MODEL, *fields, "train.steps=8", devices=1) == 0
+    with start(4, 2, arguments(tmp_path / "a", corpus, *fields, "train.steps=4", "mesh.fsdp=8")) as process:
+        said = process.communicate()[0]
+    assert process.returncode == 0, said
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
     for name, processes, devices, mesh in (("a", 1, 1, []), ("b", 2, 4, ["mesh.fsdp=2", "mesh.tensor=4"])):
-        command = arguments(tmp_path / name, corpus, *every, "train.steps=8", "mesh.fsdp=8")
-        with start(4, 2, command) as process:
-            wait_for_step(tmp_path / name, 5, process)
-            process.send_signal(signal.SIGTERM)
+        command = arguments(tmp_path / name, corpus, *fields, "train.steps=8", *mesh)
+        with start(processes, devices, command) as process:
             said = process.communicate()[0]
-        assert process.returncode == 0 and re.search(r"\[0\] stopped at step [5-8]", said), said
-        with start(processes, devices, arguments(tmp_path / name, corpus, *every, "train.steps=8", *mesh)) as process:
-            said = process.communicate()[0]
-        assert process.returncode == 0 and "[0] resumed at step" in said, said
+        assert process.returncode == 0 and "[0] resumed at step 4" in said, said
         assert_same_run(tmp_path / name, tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_asked_to_stop_all_stop_at_one_step(tmp_path, corpus):
+    """A signal that only one process gets is agreed on, and what it asks for is saved."""
+    command = arguments(tmp_path / "run", corpus, "train.steps=5000", "mesh.tensor=2")
+    with start(2, 2, command, "--restarts=2") as process:
+        wait_for_step(tmp_path / "run", 3, process)
+        os.kill(started(process)[1], signal.SIGTERM)
+        said = process.communicate()[0]
+    stopped = re.search(r"\[0\] stopped at step (\d+)", said)
+    assert process.returncode == 0 and stopped and "restart" not in said, said
+    assert (tmp_path / "run" / "checkpoints" / stopped[1]).is_dir()
 
 
 @pytest.mark.slow
