@@ -284,7 +284,8 @@ class Decoder(nnx.Module):
             )
             partial_sum, last = one(mla, partial_sum, mla_state, bias[KDA_IN_GROUP], False)
             stats, last = dict(stats), {name: s[None] for name, s in last.items()}
-            both = {name: jnp.concatenate([stats.pop(name), last.pop(name)]) for name in stats.keys() & last.keys()}
+            shared = [name for name in stats if name in last]  # in their order: all processes compile one program
+            both = {name: jnp.concatenate([stats.pop(name), last.pop(name)]) for name in shared}
             return partial_sum, both | stats | last
 
         partial_sum, stats = jax.lax.scan(group, partial_sum, (kda_state, mla_state, bias, empty))

@@ -45,7 +45,7 @@ def make_optimizer(
 
     parameters: path -> nnx.Param with metadata (`model.parameters.variables` of the decoder, abstract or not), all of
     them; the optimizer is one over those that `optim.frozen` leaves to train (`partition.build`). spread: as in
-    `muon.orthogonalize`.
+    `muon.muon`.
 
     Raises:
         ConfigError: parameters that the table does not know, patterns that match none, a schedule that does not fit.

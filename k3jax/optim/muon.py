@@ -25,8 +25,10 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-MatrixAxes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-Spread = Callable[[Callable[[Array], Array], Array], Array]
+from k3jax.parallel.matrices import Exchange, MatrixAxes, sides
+
+Work = Callable[[Array, Exchange | None], Array]
+Spread = Callable[[Work, Mapping[str, Array], Mapping[str, MatrixAxes]], dict[str, Array]]
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -55,7 +57,9 @@ def muon(
         momentum: mu.
         weight_decay: wd for all paths, or by path. Decoupled: a step takes lr * wd of the parameter.
         batch_axes: `matrix_axes` of every path.
-        spread: as in `orthogonalize`.
+        spread: spread(work, arrays, batch_axes) gives work(x, None) of the blocks x [N, rows, cols] of every array, and
+            may put whole blocks on different devices, which then work without talking (`Layout.spread`). None: all
+            blocks are worked on where they are.
 
     Returns:
         A transformation whose update needs the parameters. Momentum and update are fp32. Its update takes `step=`, at
@@ -75,13 +79,17 @@ def muon(
 
     def update(gradients, state: MuonState, params, *, step: Array | None = None, **_):
         rate = -rate_at(learning_rate, state.count, step)
-        updates, buffers = {}, {}
-        for path, gradient in gradients.items():
+        gradients = {path: gradient.astype(jnp.float32) for path, gradient in gradients.items()}
+        buffers = {path: momentum * state.momentum[path] + gradient for path, gradient in gradients.items()}
+        directions = {path: gradient + momentum * buffers[path] for path, gradient in gradients.items()}
+        if spread is None:
+            directions = {path: orthogonalize(x, batch_axes[path]) for path, x in directions.items()}
+        else:
+            directions = spread(_orthogonal, directions, batch_axes)
+        updates = {}
+        for path, direction in directions.items():
             decay = weight_decay[path] if isinstance(weight_decay, Mapping) else weight_decay
-            gradient = gradient.astype(jnp.float32)
-            buffers[path] = momentum * state.momentum[path] + gradient
-            direction = orthogonalize(gradient + momentum * buffers[path], batch_axes[path], spread=spread)
-            _, fan_in, fan_out = block_shape(gradient.shape, batch_axes[path], path)
+            _, fan_in, fan_out = block_shape(direction.shape, batch_axes[path], path)
             direction = UPDATE_RMS * math.sqrt(max(fan_in, fan_out)) * direction
             updates[path] = rate * (direction + decay * params[path] if decay else direction)
         return updates, MuonState(optax.safe_increment(state.count), buffers)
@@ -108,26 +116,31 @@ def block_shape(shape: tuple[int, ...], matrix_axes: MatrixAxes, path: str = "ar
     return tuple(math.prod(shape[axis] for axis in axes) for axes in matrix_axes)
 
 
-def orthogonalize(
-    array: Array, matrix_axes: MatrixAxes, dtype: jnp.dtype | None = None, *, spread: Spread | None = None
-) -> Array:
+def orthogonalize(array: Array, matrix_axes: MatrixAxes, dtype: jnp.dtype | None = None) -> Array:
     """Each block of an fp32 array with its singular values brought near 1; a zero block stays 0.
 
-    dtype: of the products; None is fp32 on CPUs and bf16 on accelerators. spread(steps, stack) gives steps(stack) for
-    the stack of blocks [N, rows, cols]; it may put whole blocks on different devices, which then work without talking.
+    dtype: of the products; None is fp32 on CPUs and bf16 on accelerators.
+    """
+    blocks, fan_in, fan_out = block_shape(array.shape, matrix_axes)
+    order = sum(sides(array.shape, matrix_axes), ())
+    moved = lax.transpose(array, order)
+    x = _orthogonal(moved.reshape(blocks, min(fan_in, fan_out), max(fan_in, fan_out)), dtype=dtype)
+    back = sorted(range(array.ndim), key=order.__getitem__)
+    return lax.transpose(x.reshape(moved.shape), back)
+
+
+def _orthogonal(x: Array, exchange: Exchange | None = None, dtype: jnp.dtype | None = None) -> Array:
+    """`orthogonalize` of blocks [N, rows, cols], or of the parts of blocks that `exchange` brings together.
+
+    Parts are divided by the norm of their whole block before they move: they travel in `dtype`, the norm is fp32's.
     """
     if dtype is None:
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    batch, inside, out = matrix_axes
-    blocks, fan_in, fan_out = block_shape(array.shape, matrix_axes)
-    order = (*batch, *inside, *out) if fan_in <= fan_out else (*batch, *out, *inside)
-    moved = lax.transpose(array, order)
-    x = moved.reshape(blocks, min(fan_in, fan_out), max(fan_in, fan_out))
-    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True))
-    x = (x / (norm + 1e-7)).astype(dtype)
-    x = _steps(x) if spread is None else spread(_steps, x)
-    back = sorted(range(array.ndim), key=order.__getitem__)
-    return lax.transpose(x.astype(array.dtype).reshape(moved.shape), back)
+    squares = jnp.sum(jnp.square(x), axis=tuple(range(1, x.ndim)), keepdims=True)
+    norm = jnp.sqrt(squares if exchange is None else exchange.total(squares))
+    unit = (x / (norm + 1e-7)).astype(dtype)
+    done = _steps(unit) if exchange is None else exchange.on_whole(_steps, unit)
+    return done.astype(x.dtype)
 
 
 def _steps(x: Array) -> Array:

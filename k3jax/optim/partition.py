@@ -18,7 +18,8 @@ import optax
 from jax import Array
 from rich.table import Table
 
-from k3jax.optim.muon import MatrixAxes, Spread, block_shape, muon, rate_at
+from k3jax.optim.muon import Spread, block_shape, muon, rate_at
+from k3jax.parallel.matrices import MatrixAxes
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def build(
     Frozen ones may be in the dicts of parameters and gradients or not: they have no state and get no update. The
     update takes `step=`, at which the learning rate is read (without it: the number of updates done, which falls
     behind the run's step when one is skipped). A row's rate_scale multiplies its update. spread: as in
-    `muon.orthogonalize`.
+    `muon.muon`.
 
     AdamW (k3.md 4.1):  p <- (1 - lr wd) p - lr m' / (sqrt(v') + 1e-8),  m' and v' the bias-corrected moments with
     factors 0.9 and 0.95. The state is {"muon": MuonState, "adamw": optax.ScaleByAdamState}, each over a dict of its

@@ -12,6 +12,7 @@ Nothing per row is kept for the backward pass, which sends the rows again.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -56,8 +57,7 @@ def routed(
     if local_size(AXIS) == 1:
         return expert_layer(x, experts, weights, w1, w3, w2, activation=activation)
 
-    @jax.checkpoint
-    def travelled(x: Array, weights: Array, *kernels: Array) -> Array:
+    def travelled(x: Array, experts: Array, weights: Array, *kernels: Array) -> Array:
         devices, own = local_size(AXIS), kernels[0].shape[0]
         plan, sizes = dispatch.make_plan(experts, weights, devices * own)
         every = lax.all_gather(sizes.reshape(devices, own), AXIS)  # [from, to, expert]
@@ -72,7 +72,20 @@ def routed(
         back = exchange(out, trip.reversed(), rows.shape[0], pair)
         return dispatch.sum_rows(back, plan.source, plan.slot)
 
-    return travelled(x, weights, w1, w3, w2)
+    return _keeping_arguments_only(travelled)(x, experts, weights, w1, w3, w2)
+
+
+def _keeping_arguments_only(function: Callable[..., Array]) -> Callable[..., Array]:
+    """The function, computed again in its backward pass whatever policy is in force around it.
+
+    `jax.checkpoint` would not do: the policy of one around it decides for what is inside.
+    """
+    kept = jax.custom_vjp(function)
+    kept.defvjp(
+        lambda *arguments: (kept(*arguments), arguments),
+        lambda arguments, gradient: jax.vjp(function, *arguments)[1](gradient),
+    )
+    return kept
 
 
 def _trip(counts: Array) -> Trip:

@@ -16,6 +16,7 @@ and the mesh alone; a size that does not divide, or two logical axes of one arra
 names.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from k3jax.config import ConfigError, MeshConfig
+from k3jax.parallel import matrices
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 ROWS = ("data", "fsdp", "expert")  # the axes whose devices hold different rows
@@ -221,24 +223,19 @@ class Layout:
         # The functions sum over devices themselves: replication is their contract, not something to infer.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def spread(self, steps: Callable[[jax.Array], jax.Array], stack: jax.Array) -> jax.Array:
-        """steps(stack) of a stack of matrices [N, in, out], whole matrices spread over as many devices as divide N.
+    @property
+    def spread(self) -> Callable | None:
+        """How Muon works on whole matrices, `optim.muon.Spread`; None on one device, where nothing else is needed."""
+        return None if self.alone else self._spread
 
-        Newton-Schulz needs whole matrices, and every device would otherwise work on all of them. The way is two hops,
-        an exchange over fsdp and a slice over data, as XLA finds no way of one hop and would make everything whole.
-        """
-        if self.alone:
-            return steps(stack)
-        hops = [("fsdp",)] if stack.shape[0] % self.mesh.shape["fsdp"] == 0 else [()]
-        if stack.shape[0] % math.prod(self.mesh.shape[name] for name in (*hops[0], "data")) == 0:
-            hops.append((*hops[0], "data"))
-
-        def placed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-            return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(axes or None, None, None)))
-
-        for axes in hops:
-            stack = placed(stack, axes)
-        stack = steps(stack)
-        for axes in reversed(hops):
-            stack = placed(stack, axes)
-        return stack
+    def _spread(
+        self,
+        work: Callable[[jax.Array, matrices.Exchange], jax.Array],
+        arrays: Mapping[str, jax.Array],
+        matrix_axes: Mapping[str, matrices.MatrixAxes],
+    ) -> dict[str, jax.Array]:
+        specs = {path: self.specs[path] for path in arrays}
+        names = {path: spec_names(spec) for path, spec in specs.items()}
+        stacks = matrices.stacks({path: x.shape for path, x in arrays.items()}, matrix_axes, names, self.mesh.shape)
+        run = self.per_device(functools.partial(matrices.on_stacks, work, stacks), (specs,), specs)
+        return run(dict(arrays))

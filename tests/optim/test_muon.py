@@ -1,7 +1,5 @@
 """Muon against golden numbers and float64 numpy; its blocks are those of the logical parameter (faults.md O11)."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,35 +108,6 @@ def test_heads_of_any_scale_move_alike_on_any_mesh():
         mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
         sharded = jax.device_put(gradient, NamedSharding(mesh, spec))
         assert_close(one_update(sharded, PER_HEAD), one, 1e-3, f"{devices} devices {spec}")
-
-
-@pytest.mark.parametrize("axes, shape", [(("x",), (8,)), (("data", "fsdp"), (2, 4))])
-def test_blocks_spread_over_devices(axes, shape):
-    """O11 with the embedding in shards: the same numbers, and no product that sums over devices (as without it)."""
-    mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(shape))
-    gradient = normal(64, 8, 16) * (10.0 ** np.arange(-3, 5, dtype=np.float32))[:, None]
-    stored = NamedSharding(mesh, P(axes[-1]))
-    seen = []
-
-    def spread(steps, stack):
-        seen.append(stack.shape)
-        return steps(jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, P(axes))))
-
-    def run(spread, out_shardings):
-        def update(gradient):
-            optimizer = muon(1.0, momentum=0.0, weight_decay=0.0, batch_axes={"w": PER_HEAD}, spread=spread)
-            params = {"w": jnp.zeros_like(gradient)}
-            return -optimizer.update({"w": gradient}, optimizer.init(params), params)[0]["w"]
-
-        compiled = jax.jit(update, out_shardings=out_shardings).lower(placed).compile()
-        sums = re.findall(r"= f32\[([\d,]+)\]\S* all-reduce\(", compiled.as_text())
-        return compiled(placed), [text for text in sums if text.count(",") == 2]
-
-    placed = jax.device_put(gradient, stored)
-    one, (update, sums), (_, sums_without) = one_update(gradient, PER_HEAD), run(spread, stored), run(None, stored)
-    assert seen == [(8, 16, 64)] and update.sharding == stored
-    assert_close(update, one, 2e-6, "spread")
-    assert not sums and sums_without
 
 
 def test_storage_does_not_change_blocks():

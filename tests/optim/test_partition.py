@@ -340,14 +340,17 @@ def test_frozen_and_scaled_table_fits_80_columns():
     assert ["*.mlp.router.weight", "frozen", "0", "26", "2304x256", "15.3 M"] in lines
 
 
-def test_spread_reaches_every_muon_stack():
-    seen = []
-    optimizer, _, rows = make_optimizer(
-        run_config("tiny"), model("tiny")[0], spread=lambda steps, stack: (seen.append(stack.shape), steps(stack))[1]
-    )
+def test_spread_gets_every_muon_parameter():
+    seen = {}
+
+    def spread(work, arrays, matrix_axes):
+        seen.update({path: (x.shape, matrix_axes[path]) for path, x in arrays.items()})
+        return dict(arrays)
+
+    optimizer, _, rows = make_optimizer(run_config("tiny"), model("tiny")[0], spread=spread)
     shapes = {row.path: jax.ShapeDtypeStruct(row.shape, jnp.float32) for row in rows}
     jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), shapes)
-    assert sorted(seen) == sorted((row.count, *sorted(row.block)) for row in rows if row.group == "muon")
+    assert seen == {row.path: (row.shape, row.matrix_axes) for row in rows if row.group == "muon"}
 
 
 def test_groups_do_not_mix():

@@ -94,7 +94,7 @@ def test_histogram_of_all_rows():
 def test_state_is_split():
     """Born sharded: every device holds its part of parameters and momentum. The numbers are those of one device."""
     config = run_config(model=sizes.SPLIT)
-    state = setup(config, 2, 4)[3]
+    state = setup(config, 2, 4, born=True)[3]
     embed = state.params["embed"]
     assert embed.shape == (264, 48) and {s.data.shape for s in embed.addressable_shards} == {(264, 12)}
     experts = "blocks.0.groups.kda.mlp.w1"
