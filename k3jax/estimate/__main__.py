@@ -1,12 +1,16 @@
 """Says what a run would need, without running it.
 
     python -m k3jax.estimate --config=configs/k3.py:k3_2p8t --config.mesh.fsdp=128 [--picture=FILE.png]
+    python -m k3jax.estimate --show=collectives --config=configs/k3.py:tiny --config.mesh.fsdp=4 [--json=FILE.json]
 
 The config is that of k3jax.train, with the same --config.FIELD=VALUE flags; the devices of `mesh` need not be there.
 `--show=sharding` lists every kind of parameter: its logical axes, what each is split over, and the bytes of it and of
-its optimizer state that one device holds; --picture draws them. Exit code 2: a mistake in flags or config.
+its optimizer state that one device holds; --picture draws them. `--show=collectives` compiles the train step for CPU
+devices, as many as the mesh has, and lists what a device sends in it, by kind of collective and mesh axes, beside what
+a formula says; --json writes that down. Exit code 2: a mistake in flags or config; 3: no such devices.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,13 +18,16 @@ from rich.console import Console
 
 from k3jax import command
 from k3jax import config as configs
-from k3jax.config import ConfigError
-from k3jax.estimate import sharding
+from k3jax.config import ConfigError, RunConfig
+from k3jax.estimate import collectives, sharding
+from k3jax.parallel.mesh import abstract_mesh
 
+SHOWN = ("sharding", "collectives")
 FLAGS = {
     "config": "FILE.py[:NAME]; a path, or one of the packaged configs",
-    "show": "what to estimate: sharding",
-    "picture": "PNG file to draw it in",
+    "show": f"what to estimate: {' or '.join(SHOWN)}",
+    "picture": "PNG file to draw the sharding in",
+    "json": "JSON file to write the collectives to",
 }
 
 
@@ -31,25 +38,55 @@ def main(argv: list[str]) -> int:
 
 def _estimate(argv: list[str]) -> int:
     overrides, rest = command.overrides(argv)
-    given = command.parse(rest, __doc__, FLAGS, {"show": "sharding", "picture": None})
+    given = command.parse(rest, __doc__, FLAGS, {"show": "sharding", "picture": None, "json": None})
     if given is None:
         return 0
-    if given["show"] != "sharding":
-        raise ConfigError(f"--show={given['show']}: there is: sharding")
-    picture = Path(given["picture"]).expanduser() if given["picture"] else None
-    if picture is not None and (picture.suffix != ".png" or not picture.parent.is_dir()):
-        raise ConfigError(f"--picture={picture} must be a .png in a folder that is there")
+    if given["show"] not in SHOWN:
+        raise ConfigError(f"--show={given['show']}: there is: {', '.join(SHOWN)}")
+    picture = _file(given, "picture", ".png", "sharding")
+    written = _file(given, "json", ".json", "collectives")
     config = configs.load(given["config"], overrides)
-    mesh, found = sharding.shares(config)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = 120
-    console.print(f"{config.name} on {sharding.named(mesh)}")
+    title = f"{config.name} on {sharding.named(abstract_mesh(config.mesh))}"
+    console.print(title)
+    if given["show"] == "sharding":
+        _sharding(config, title, console, picture)
+    else:
+        _collectives(config, console, written)
+    return 0
+
+
+def _file(given: dict[str, str], flag: str, suffix: str, show: str) -> Path | None:
+    """The file of a flag that goes with `--show=show`, whose folder is there."""
+    if not given[flag]:
+        return None
+    if given["show"] != show:
+        raise ConfigError(f"--{flag} goes with --show={show}")
+    path = Path(given[flag]).expanduser()
+    if path.suffix != suffix or not path.parent.is_dir():
+        raise ConfigError(f"--{flag}={path} must be a {suffix} in a folder that is there")
+    return path
+
+
+def _sharding(config: RunConfig, title: str, console: Console, picture: Path | None) -> None:
+    _, found = sharding.shares(config)
     console.print(sharding.format_table(found))
     if picture is not None:
-        picture.write_bytes(sharding.draw(found, f"{config.name} on {sharding.named(mesh)}"))
+        picture.write_bytes(sharding.draw(found, title))
         console.print(str(picture))
-    return 0
+
+
+def _collectives(config: RunConfig, console: Console, written: Path | None) -> None:
+    found = collectives.census(config)
+    for table in collectives.format_tables(found):
+        console.print(table)
+        console.print()
+    console.print(f"compiled in {found.seconds:.0f} s")
+    if written is not None:
+        written.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+        console.print(str(written))
 
 
 if __name__ == "__main__":
