@@ -15,7 +15,6 @@ from k3jax.optim import make_optimizer
 from k3jax.parallel import Layout, make_mesh
 from k3jax.step import abstract_decoder, init_state, make_train_step
 
-
 # First states on the host: to compile how they are drawn takes a third of the time that a step takes, for every mesh.
 FIRST = {}
 

@@ -91,7 +91,8 @@ def test_two_processes_one_killed_are_one(tmp_path, corpus):
 @pytest.mark.slow
 def test_four_processes_and_other_meshes_behind_them(tmp_path, corpus):
     """Saved by 4 processes on fsdp 8; goes on in 1 process, and in 2 on fsdp 2 x tensor 4."""
-    fields = ["optim.schedule=wsd", "optim.decay_steps=1", "optim.end_fraction=1.0", "eval.every=4", "checkpoint.every=4"]
+    fields = ["optim.schedule=wsd", "optim.decay_steps=1", "optim.end_fraction=1.0"]
+    fields += ["eval.every=4", "checkpoint.every=4"]
     assert runs.run(tmp_path / "one", corpus, *MODEL, *fields, "train.steps=8", devices=1) == 0
     with start(4, 2, arguments(tmp_path / "a", corpus, *fields, "train.steps=4", "mesh.fsdp=8")) as process:
         said = process.communicate()[0]
