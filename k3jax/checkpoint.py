@@ -151,20 +151,20 @@ class Checkpoints:
             with distributed.agreed("the save"):
                 if step in complete_steps(self.folder):
                     self._remove(step)
-            self._saver.save(self.folder / str(step), args=args, force=True)
+            with distributed.agreed("the start of the save"):
+                self._saver.save(self.folder / str(step), args=args, force=True)
+        except distributed.Absent:
+            raise
         except Exception as error:
-            if distributed.count() == 1:
-                self._failed(step, error)
-                return
-            failed: Future = Future()  # the others may not have failed, and hear of it at the end of this save
-            failed.set_exception(error)
-            self._pending = step, failed
+            self._failed(step, error)
         else:
             self._pending = step, self._background.submit(self._finish, step)
 
     def _finish(self, step: int) -> None:
         """In the background: waits for the commit, then lets the oldest go."""
         self._saver.wait_until_finished()
+        if not distributed.first():
+            return  # what another machine shows of the folder may be a moment old
         if not (self.folder / str(step)).is_dir():
             raise OSError(errno.EIO, f"{self.folder / str(step)} is not there after its save")
         for old in complete_steps(self.folder)[: -self._keep]:
@@ -189,6 +189,8 @@ class Checkpoints:
             with distributed.agreed("the end of the save"):
                 if error is not None:
                     raise error
+        except distributed.Absent:
+            raise
         except Exception as found:
             error = found
         if error is None:
@@ -210,7 +212,8 @@ class Checkpoints:
             raise SaveFailed(f"{what}; {attempts} attempts; {self._resort()}") from error
         pause = self._pauses[self._failures - 1]
         self._next_attempt = time.monotonic() + pause
-        self.report(f"{what} (attempt {self._failures} of {attempts}, the next in {pause:g} s)")
+        when = f"in {pause:g} s" if distributed.count() == 1 else "with the next save"
+        self.report(f"{what} (attempt {self._failures} of {attempts}, the next {when})")
 
     def _resort(self) -> str:
         latest = max(complete_steps(self.folder), default=None)
@@ -243,7 +246,7 @@ def read_parameters(path: str | Path, like: Any) -> Any:
         steps = complete_steps(folder / "checkpoints")
         if not steps:
             raise ConfigError(f"{path} is neither a workdir with a complete checkpoint nor a folder checkpoints/<step>")
-        folder = folder / "checkpoints" / str(steps[-1])
+        folder = folder / "checkpoints" / str(distributed.told("the step to begin with", steps[-1]))
     return _read(folder, like, partial=True)
 
 

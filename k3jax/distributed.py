@@ -2,28 +2,34 @@
 
     K3JAX_PROCESSES            how many there are; without it a run is one process
     K3JAX_PROCESS              this one's number, from 0
-    K3JAX_COORDINATOR          HOST:PORT where process 0 waits for the others
+    K3JAX_COORDINATOR          HOST:PORT where process 0 waits for the others; JAX's own coordinator takes any free port
     K3JAX_DEVICES              devices that each must have (left out: not checked)
     K3JAX_START_SECONDS        within which all must have come (300)
-    K3JAX_BARRIER_SECONDS      that they wait for each other later, before the first step (1800)
+    K3JAX_BARRIER_SECONDS      that they wait for each other later, where they agree on something (1800)
     K3JAX_HEARTBEAT_SECONDS    without a sign of life after which a process counts as dead (100)
 
 `python -m k3jax.launch` sets these on one machine; launch/slurm.sh and launch/jobset.yaml on many. Process 0 writes the
 log and speaks; all read the data, compute and write their parts of checkpoints.
+
+Exit codes beside those of a run in one process: STOPPED, the run was asked to stop before its end and goes on by the
+same command; CRASHED, an error that nobody foresaw, with its traceback.
 
 Invariant: whatever one process finds wrong ends all of them; who is missing is said by number; and what a process does
 depends on no other's clock or disk, only on what was agreed. In a run of one process all of this does nothing.
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
 import re
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -34,6 +40,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from k3jax.config import ConfigError, MachineError
+
+CRASHED, STOPPED = 4, 75
+LAST_WORDS = 5.0  # seconds that process 0, without whom the others end at once, gives them to say what was wrong
+
+
+class Absent(MachineError):
+    """Another process did not come or is gone: nothing that needs all of them can be done any more."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +99,14 @@ def join() -> None:
         cluster_detection_method="deactivate",
         initialization_timeout=found.start_seconds,
         heartbeat_timeout_seconds=found.heartbeat_seconds,
+        shutdown_timeout_seconds=found.barrier_seconds,
     )
     _place = found
+    with agreed("their devices"):
+        try:
+            jax.devices()
+        except RuntimeError as error:  # a broken card, a plugin that does not load
+            raise MachineError(str(error).partition("\n")[0]) from error
     have = [sum(device.process_index == process for device in jax.devices()) for process in range(found.processes)]
     if found.devices is not None and (wrong := {p: n for p, n in enumerate(have) if n != found.devices}):
         told = ", ".join(f"process {process} has {number}" for process, number in wrong.items())
@@ -126,41 +145,42 @@ def _meet(place: Place) -> str:
     hello = {"process": place.process, "processes": place.processes, "jax": jax.__version__, "command": sys.argv[1:]}
     deadline = time.monotonic() + place.start_seconds
     if place.process:
-        return _call(place, hello, deadline)
-    answers: dict[int, socket.socket] = {}
+        return _call(place, hello | {"who": secrets.token_hex(8)}, deadline)
+    came: dict[int, str] = {}
+    callers: list[socket.socket] = []
     try:
         with _listening(place) as server:
-            while len(answers) < place.processes - 1:
+            while len(came) < place.processes - 1:
                 server.settimeout(max(deadline - time.monotonic(), 0.01))
                 try:
                     caller, _ = server.accept()
                 except TimeoutError:
-                    absent = [str(p) for p in range(1, place.processes) if p not in answers]
+                    absent = [str(p) for p in range(1, place.processes) if p not in came]
                     raise MachineError(
                         f"process {', '.join(absent)} of {place.processes} did not come to "
                         f"{place.host}:{place.port} within {place.start_seconds} s (K3JAX_START_SECONDS)"
                     ) from None
+                callers.append(caller)
                 theirs = _heard(caller)
                 number = theirs.get("process") if isinstance(theirs, dict) else None
                 if not isinstance(number, int):  # a port scanner, a health check
-                    caller.close()
                     continue
-                twice = number in answers or not 0 < number < place.processes
-                answers[number] = caller
-                if twice:
+                if not 0 < number < place.processes or came.get(number, theirs["who"]) != theirs["who"]:
                     raise ConfigError(f"two processes are K3JAX_PROCESS={number}, or it is not one of them")
-                for name in ("processes", "jax", "command"):
+                came[number] = theirs["who"]  # the same one again: its first call broke
+                for name in hello.keys() - {"process"}:
                     if theirs.get(name) != hello[name]:
                         raise ConfigError(
                             f"process {number} has other {name} than process 0: {theirs.get(name)}, not {hello[name]}"
                         )
         with socket.socket() as free:
             free.bind(("", 0))
-            address = f"{place.host}:{free.getsockname()[1]}"
-        _answer(answers, {"address": address})
+            host = f"[{place.host}]" if ":" in place.host else place.host
+            address = f"{host}:{free.getsockname()[1]}"
+        _answer(callers, {"address": address})
         return address
     except (ConfigError, MachineError) as error:
-        _answer(answers, {"error": str(error), "mistake": isinstance(error, ConfigError)})
+        _answer(callers, {"error": str(error), "mistake": isinstance(error, ConfigError)})
         raise
 
 
@@ -174,7 +194,7 @@ def _listening(place: Place) -> socket.socket:
 
 
 def _heard(caller: socket.socket) -> Any:
-    caller.settimeout(10)
+    caller.settimeout(2)
     try:
         with caller.makefile("r", encoding="utf-8") as lines:
             return json.loads(lines.readline(2**20))
@@ -182,8 +202,8 @@ def _heard(caller: socket.socket) -> Any:
         return None
 
 
-def _answer(callers: dict[int, socket.socket], answer: dict[str, Any]) -> None:
-    for caller in callers.values():
+def _answer(callers: list[socket.socket], answer: dict[str, Any]) -> None:
+    for caller in callers:
         with contextlib.suppress(OSError), caller:  # one that has gone since is found by its missing heartbeat
             caller.sendall(f"{json.dumps(answer)}\n".encode())
 
@@ -200,10 +220,8 @@ def _call(place: Place, hello: dict[str, Any], deadline: float) -> str:
                 line.sendall(f"{json.dumps(hello)}\n".encode())
                 with line.makefile("r", encoding="utf-8") as lines:
                     answer = json.loads(lines.readline() or "null")
-        except OSError:
-            pass  # not there yet, or gone: asked again until the deadline
-        if answer is None:
-            time.sleep(0.1)
+        except (OSError, ValueError):
+            time.sleep(0.1)  # not there yet, or gone: asked again until the deadline
     if "error" in answer:
         raise (ConfigError if answer["mistake"] else MachineError)(answer["error"])
     return answer["address"]
@@ -237,6 +255,15 @@ def told(what: str, value: Any) -> Any:
     return value if count() == 1 else _exchange(what, value if first() else None)[0]
 
 
+def same(what: str, value: Any) -> None:
+    """Raises ConfigError unless all processes give the same value (as JSON holds it): a file may differ on one disk."""
+    if count() == 1:
+        return
+    found = _exchange(what, hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
+    if different := [str(process) for process, digest in enumerate(found) if digest != found[0]]:
+        raise ConfigError(f"{what} of process {', '.join(different)} is not that of process 0")
+
+
 def compiled(function: Any, *arguments: Any) -> Any:
     """A jitted function compiled for these arguments in all processes, before one of them runs it.
 
@@ -251,15 +278,21 @@ def _exchange(what: str, mine: Any) -> list[Any]:
     # No public function of JAX has a barrier with a time limit that names who is absent.
     from jax._src.distributed import global_state
 
-    client, key, seconds = global_state.client, f"k3jax/{next(_rounds)}", _place.barrier_seconds
-    client.key_value_set(f"{key}/{index():09d}", json.dumps(mine))
+    client, number, seconds = global_state.client, next(_rounds), _place.barrier_seconds
+    key = f"k3jax/{number}"
     try:
+        client.key_value_set(f"{key}/{index():09d}", json.dumps(mine))
         client.wait_at_barrier(key, 1000 * seconds)
+        found = [json.loads(value) for _, value in sorted(client.key_value_dir_get(f"{key}/"))]
+        if first() and number:
+            client.key_value_delete(f"k3jax/{number - 1}/")  # all have read it: they are here
     except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise Absent(f"another process is gone, before {what}: {str(error).partition(chr(10))[0]}") from error
         absent = re.search(r"timed out task names:\s*([\d\s]*\d)", str(error))
         who = f"process {', '.join(absent[1].split())}" if absent else "another process"
-        raise MachineError(f"{who} did not come to {what} within {seconds} s (K3JAX_BARRIER_SECONDS)") from error
-    return [json.loads(value) for _, value in sorted(client.key_value_dir_get(f"{key}/"))]
+        raise Absent(f"{who} did not come to {what} within {seconds} s (K3JAX_BARRIER_SECONDS)") from error
+    return found
 
 
 class Vote:
@@ -298,12 +331,35 @@ def lost(error: Exception) -> bool:
     return True
 
 
-def leave(code: int) -> NoReturn:
-    """Ends the process. A run that failed in one process waits for no other."""
-    if count() > 1 and code:
+def run(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
+    """main(argv), and the end of the process with its exit code. One that failed waits for no other."""
+    try:
+        code = main(argv)
+    except Exception:
+        if count() == 1:
+            raise
+        traceback.print_exc()
+        code = CRASHED
+    if count() > 1 and code not in (0, STOPPED):
         sys.stdout.flush()
         sys.stderr.flush()
+        _last_words()
         os._exit(code)
     if count() > 1:
         jax.distributed.shutdown()
     sys.exit(code)
+
+
+def _last_words() -> None:
+    """Process 0 goes last: JAX's coordinator goes with it, and that kills the others in the middle of a sentence."""
+    from jax._src.distributed import global_state
+
+    try:
+        if not first():
+            global_state.client.key_value_set(f"k3jax/left/{index()}", "")
+            return
+        until = time.monotonic() + LAST_WORDS
+        while time.monotonic() < until and len(global_state.client.key_value_dir_get("k3jax/left/")) < count() - 1:
+            time.sleep(0.05)
+    except jax.errors.JaxRuntimeError:
+        return  # there is nobody to wait for

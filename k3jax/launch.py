@@ -5,10 +5,13 @@
 Everything but its own flags goes to `python -m k3jax.train`, once in each process; every line of theirs begins with the
 process's number. On CPUs --devices gives each process that many; GPUs that are visible are shared out evenly. Signals
 go on to all processes. If one dies the others are ended, and with --restarts all start again from the last
-checkpoint. The exit code is that of the process that failed first (128 + N for signal N), 0 if none did.
+checkpoint. The exit code is that of the process that failed first (128 + N for signal N), 0 if none did or all stopped
+because they were asked to by a signal.
 K3JAX_START_SECONDS, K3JAX_BARRIER_SECONDS and K3JAX_HEARTBEAT_SECONDS: k3jax/distributed.py.
 """
 
+import contextlib
+import itertools
 import os
 import queue
 import signal
@@ -22,6 +25,7 @@ from typing import TextIO
 
 from k3jax import command
 from k3jax.config import ConfigError
+from k3jax.distributed import STOPPED
 
 FLAGS = {
     "n": "number of processes",
@@ -32,6 +36,7 @@ GRACE = 10.0  # seconds for the others to end by themselves, as after a mistake 
 WITHOUT_ONE = 2.0  # seconds for what they still have to say when one is gone, which they cannot go on without
 FINAL = (1, 2)  # exit codes of a run that would end the same way again
 NOISE = "[Gloo] Rank "  # a line for each group of devices
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +53,9 @@ def _launch(argv: list[str]) -> int:
     training = [sys.executable, "-m", "k3jax.train", *rest]
     for attempt in range(restarts + 1):
         job = _Job(training, _environments(processes, devices))
-        code = job.wait()
+        code = job.run()
+        if job.asked and code == STOPPED:
+            return 0
         if not code or code in FINAL or job.asked or attempt == restarts:
             return code
         print(f"launch: restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
@@ -88,8 +95,8 @@ def _cards() -> list[str]:
     if os.environ.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu"):
         return []
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [name for name in chosen.split(",") if name]
+    if chosen is not None:  # those behind a negative one are hidden
+        return list(itertools.takewhile(lambda name: name and not name.startswith("-"), chosen.split(",")))
     return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
@@ -98,32 +105,36 @@ class _Job:
 
     def __init__(self, arguments: list[str], environments: list[dict[str, str]]):
         self.asked = False  # whether a signal came that ends a run
+        self._arguments, self._environments = arguments, environments
         self._ended: queue.Queue[tuple[int, int]] = queue.Queue()
         self._threads: list[threading.Thread] = []
-        self._processes = [
-            # Sessions of their own: a terminal's Ctrl-C comes once, through us.
-            subprocess.Popen(
-                arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-                start_new_session=True,
-            )
-            for env in environments
-        ]  # fmt: skip
-        for number, process in enumerate(self._processes):
-            self._start(_print_lines, number, process.stdout, sys.stdout)
-            self._start(_print_lines, number, process.stderr, sys.stderr)
-            self._start(self._await, number, process)
+        self._processes: list[subprocess.Popen] = []
 
-    def wait(self) -> int:
+    def run(self) -> int:
         """The exit code of the process that failed first, once all have ended; 0 if none did."""
-        before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._forward) for number in SIGNALS}
         try:
+            for number, environment in enumerate(self._environments):
+                self._begin(number, environment)
             return self._wait()
         finally:
             self._signal(signal.SIGKILL)
             for thread in self._threads:
-                thread.join()
+                thread.join(timeout=5)  # something that a process left behind may hold its output open
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _begin(self, number: int, environment: dict[str, str]) -> None:
+        process = subprocess.Popen(
+            self._arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace", start_new_session=True,  # a terminal's Ctrl-C comes once, through us
+        )  # fmt: skip
+        self._processes.append(process)
+        self._start(_print_lines, number, process.stdout, sys.stdout)
+        self._start(_print_lines, number, process.stderr, sys.stderr)
+        self._start(self._await, number, process)
+        if self.asked:
+            process.terminate()
 
     def _wait(self) -> int:
         failed, deadline, left = 0, None, len(self._processes)
@@ -139,6 +150,7 @@ class _Job:
                 failed = code if code > 0 else 128 - code
                 deadline = time.monotonic() + (GRACE if code > 0 else WITHOUT_ONE)
                 how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+                how = "stopped, as it was asked to" if code == STOPPED else how
                 print(f"launch: process {process} {how}", file=sys.stderr, flush=True)
         return failed
 
@@ -148,8 +160,11 @@ class _Job:
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if number == signal.SIGKILL:  # and what it has started
+                    os.killpg(process.pid, number)
+                elif process.poll() is None:
+                    process.send_signal(number)
 
     def _await(self, number: int, process: subprocess.Popen) -> None:
         self._ended.put((number, process.wait()))
@@ -163,8 +178,9 @@ class _Job:
 def _print_lines(number: int, lines: TextIO, to: TextIO) -> None:
     for line in lines:
         if not line.startswith(NOISE):
-            to.write(f"[{number}] {line}" if line.endswith("\n") else f"[{number}] {line}\n")
-            to.flush()
+            with contextlib.suppress(OSError):  # nobody reads any more; the process must not block because of that
+                to.write(f"[{number}] {line.rstrip(chr(10))}\n")
+                to.flush()
 
 
 if __name__ == "__main__":

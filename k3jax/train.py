@@ -11,6 +11,7 @@ what.
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import os
@@ -64,6 +65,7 @@ def _main(argv: list[str]) -> int:
 def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     # ---- set-up -----------------------------------------------------------------------------------------------
     distributed.join()
+    distributed.same("the config", config.to_dict())
     speaks = distributed.first()
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=not speaks)
     if config.init_from is not None and not Path(config.init_from).expanduser().is_dir():
@@ -92,6 +94,7 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         corpus = data.load(config.data, config.model.vocab)
         if workdir is not None:
             workdir.check_data(corpus.fingerprints)
+    distributed.same("the data", [dict(corpus.fingerprints), corpus.steps_per_epoch])
     for line in corpus.lines():
         console.print(line)
     if config.train.epochs is not None:
@@ -126,12 +129,14 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
     if mesh.devices.flat[0].platform == "cpu":
         quick["compiler_options"] = {"xla_backend_optimization_level": 0}
     if first:
-        state: TrainState = checkpoints.restore(first, like)
+        with distributed.agreed("the restored state"):
+            state: TrainState = checkpoints.restore(first, like)
         if int(state.step) != first:
             raise ConfigError(f"checkpoint {checkpoints.folder / str(first)} is of step {int(state.step)}, not {first}")
         console.print(f"resumed at step {first}")
     elif config.init_from is not None:
-        params, bias = _weights(config, like)
+        with distributed.agreed("the first weights"):
+            params, bias = _weights(config, like)
         start = jax.jit(functools.partial(start_state, config, optimizer), donate_argnums=0, **quick)
         state = distributed.compiled(start, params, bias)(params, bias)
         del params, bias
@@ -170,7 +175,7 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         """The held-out loss, or None if the run is asked to stop meanwhile."""
         with meter.aside("evaluation"):
             batches = corpus.evaluation_batches(count).iterate()
-            loss = evaluate(state, (batch for batch in batches if not stops()))
+            loss = evaluate(state, itertools.takewhile(lambda _: not stops(), batches))
             batches.close()
         return None if stops() else loss
 
@@ -244,18 +249,20 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         raise
 
     # ---- end --------------------------------------------------------------------------------------------------
+    # A scheduler that stopped one process of many must see that the run has not come to its end.
+    stopped = distributed.STOPPED if distributed.count() > 1 else 0
     with meter.aside("saving"):
         if done > first:
             checkpoints.save(done, state, wait=True)
         checkpoints.close()
     if done < last:
         console.print(f"stopped at step {done}; the same command goes on from there")
-        return 0
+        return stopped
     say("evaluating on all held-out files")
     looked, loss = evaluation(config.eval.rows), evaluation(None)
     if looked is None or loss is None:
         console.print(f"stopped behind the last step, {done}, without its held-out loss; the same command takes it")
-        return 0
+        return stopped
     watch.write(done, {metrics.EVAL_LOSS: looked, metrics.EVAL_LOSS_ALL: loss})
     beside = f" ({_listed(ngrams)})" if ngrams else ""
     console.print(f"held-out loss {loss:.4f} nats per {unit} after {done} steps{beside}")
@@ -395,4 +402,4 @@ def _continuation(config: RunConfig, state: TrainState, decoder, tokenizer, prom
 if __name__ == "__main__":
     logging.getLogger().setLevel(logging.WARNING)
     sys.stdout.reconfigure(errors="replace")  # a sample may hold what the terminal cannot show
-    distributed.leave(main(sys.argv))
+    distributed.run(main, sys.argv)

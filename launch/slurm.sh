@@ -3,8 +3,8 @@
 #
 #   sbatch --nodes=4 --gpus-per-node=8 launch/slurm.sh --config=configs/k3.py:proxy_1b --workdir=/shared/runs/proxy --config.mesh.fsdp=32
 #
-# The same command again goes on from the last checkpoint; Slurm does so itself where it requeues jobs (--requeue). The
-# workdir and the data must be on a file system that all nodes see.
+# It goes on from the last checkpoint, as does the same command again. The workdir and the data must be on a file system
+# that all nodes see, and the nodes must reach each other on any port.
 #SBATCH --job-name=k3jax
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
@@ -28,6 +28,10 @@ export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_latency_hiding_scheduler=true"
 # 2026-12-03: of a card's memory XLA takes 75 % if not told; nothing else runs there, and NCCL needs less than the rest.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.90}
 
-# One that dies takes all with it, so that the job ends (and is requeued) and no node waits.
+# One that dies takes all with it. What was stopped before its end (by a preemption, or two minutes before the end of the
+# time) or lost a process goes on in a new turn of this job; a mistake (2) or a run without a finite loss (1) does not.
 # shellcheck disable=SC2016  # the number of the process is known to the process only
-exec srun --kill-on-bad-exit=1 --label bash -c 'K3JAX_PROCESS=$SLURM_PROCID exec python -m k3jax.train "$@"' train "$@"
+srun --kill-on-bad-exit=1 --label bash -c 'K3JAX_PROCESS=$SLURM_PROCID exec python -m k3jax.train "$@"' train "$@" && exit 0
+code=$?
+case $code in 1 | 2) ;; *) scontrol requeue "$SLURM_JOB_ID" ;; esac
+exit $code

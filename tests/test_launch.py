@@ -35,12 +35,17 @@ def arguments(workdir, corpus, *more):
     return runs.command(workdir, corpus, *MODEL, *more)[1:]
 
 
-def start(processes, devices, command, *own, **environment):
-    """`python -m k3jax.launch`, its output in one pipe."""
+@contextlib.contextmanager
+def start(processes, devices, command, *own):
+    """`python -m k3jax.launch`, its output in one pipe; with all of its processes it ends with the block."""
     argv = [sys.executable, "-m", "k3jax.launch", "-n", str(processes), f"--devices={devices}", *own, *command]
-    return subprocess.Popen(
-        argv, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
 
 
 def started(process):
@@ -78,6 +83,8 @@ def test_two_processes_one_killed_are_one(tmp_path, corpus):
     more = ["train.steps=6", "checkpoint.every=2", "eval.every=4"]
     with start(2, 2, arguments(tmp_path / "two", corpus, *more, "mesh.fsdp=2"), "--restarts=1") as process:
         wait_for_step(tmp_path / "two", 3, process)
+        while not (tmp_path / "two" / "checkpoints" / "2").is_dir():
+            time.sleep(0.01)
         os.kill(started(process)[1], signal.SIGKILL)
         said = process.communicate()[0]
     assert process.returncode == 0, said
@@ -108,15 +115,21 @@ def test_four_processes_and_other_meshes_behind_them(tmp_path, corpus):
 
 @pytest.mark.slow
 def test_asked_to_stop_all_stop_at_one_step(tmp_path, corpus):
-    """A signal that only one process gets is agreed on, and what it asks for is saved."""
+    """A signal that one process gets (an eviction) is agreed on and saved, and no success; all are asked: it is one."""
     command = arguments(tmp_path / "run", corpus, "train.steps=5000", "mesh.tensor=2")
-    with start(2, 2, command, "--restarts=2") as process:
+    with start(2, 2, command, "--restarts=1") as process:
         wait_for_step(tmp_path / "run", 3, process)
         os.kill(started(process)[1], signal.SIGTERM)
+        while not (tmp_path / "run" / "checkpoints").is_dir() or not any((tmp_path / "run" / "checkpoints").iterdir()):
+            time.sleep(0.05)
+        steps = len(metrics.read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+        wait_for_step(tmp_path / "run", steps + 2, process)
+        process.send_signal(signal.SIGTERM)
         said = process.communicate()[0]
-    stopped = re.search(r"\[0\] stopped at step (\d+)", said)
-    assert process.returncode == 0 and stopped and "restart" not in said, said
-    assert (tmp_path / "run" / "checkpoints" / stopped[1]).is_dir()
+    stops = re.findall(r"\[0\] stopped at step (\d+)", said)
+    assert process.returncode == 0 and len(stops) == 2 and said.count("launch: restart") == 1, said
+    assert "stopped, as it was asked to" in said and f"[0] resumed at step {stops[0]}" in said
+    assert (tmp_path / "run" / "checkpoints" / stops[1]).is_dir()
 
 
 @pytest.mark.slow
@@ -137,10 +150,14 @@ def test_without_a_launcher_the_heartbeat_ends_all(tmp_path, corpus):
         subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for env in environments
     ]
-    wait_for_step(tmp_path / "run", 2, four[0])
-    four[2].kill()
-    killed = time.monotonic()
-    said = [process.communicate()[1] for process in four]
+    try:
+        wait_for_step(tmp_path / "run", 2, four[0])
+        four[2].kill()
+        killed = time.monotonic()
+        said = [process.communicate(timeout=120)[1] for process in four]
+    finally:
+        for process in four:
+            process.kill()
     assert time.monotonic() - killed < 2 * seconds + 15  # it is noticed within one; the rest is dying
     assert all(process.returncode for process in four)
     assert any(re.search(r"stopped sending heartbeats\):\s*2\s", text) for text in said), said
@@ -208,6 +225,71 @@ def test_the_absent_are_named():
     assert re.fullmatch(r"MachineError process 1, 3 of 4 did not come to \S+ within 8 s \(K3JAX_START_SECONDS\)", zero)
     (alone,) = meet({**common, "K3JAX_START_SECONDS": "1"}, [(1, [])])
     assert re.match(r"MachineError process 0 at \S+ did not answer within 1 s", alone)
+
+
+TALK = """
+import sys, time
+from k3jax import command, distributed
+from k3jax.config import ConfigError, MachineError
+
+def body(argv):
+    distributed.join()
+    one = distributed.index() == 1
+    if argv[1] == "late":
+        time.sleep(60 * one)
+        with distributed.agreed("the table"):
+            pass
+    if argv[1] == "differ":
+        distributed.same("the config", {"embed": distributed.index()})
+    if argv[1] == "same mistake":
+        time.sleep(1.5 * one)
+        raise ConfigError("all found it")
+    if argv[1] == "one mistake":
+        with distributed.agreed("the table"):
+            if one:
+                raise MachineError("no room")
+    if argv[1] == "crash":
+        if one:
+            raise KeyError("unforeseen")
+        time.sleep(60)
+    return int(distributed.told("a number", distributed.index() + 5))
+
+distributed.run(lambda argv: command.guarded(body, argv), sys.argv)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "codes", "texts"),
+    [
+        ("nothing", (5, 5), ("", "")),
+        ("late", (3, -9), ("process 1 did not come to the table within 4 s (K3JAX_BARRIER_SECONDS)", "")),
+        ("differ", (2, 2), ("the config of process 1 is not that of process 0",) * 2),
+        ("same mistake", (2, 2), ("error: all found it",) * 2),
+        ("one mistake", (3, 3), ("error: process 1: no room", "error: no room")),
+        ("crash", (-9, 4), ("", "KeyError: 'unforeseen'")),
+    ],
+)
+def test_agreement(what, codes, texts):
+    """Codes and last words of two processes; -9: ended by the test, as it would have waited."""
+    common = {"K3JAX_PROCESSES": "2", "K3JAX_COORDINATOR": f"127.0.0.1:{free_port()}", "K3JAX_BARRIER_SECONDS": "4"}
+    two = [
+        subprocess.Popen(
+            [sys.executable, "-c", TALK, what],
+            env={**os.environ, **common, "K3JAX_PROCESS": str(number)}, stderr=subprocess.PIPE, text=True,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    try:
+        for process, code in zip(two, codes, strict=True):
+            if code != -9:
+                process.wait(timeout=50)
+    finally:
+        for process in two:
+            process.kill()
+    said = [process.communicate()[1] for process in two]
+    for process, code, text, words in zip(two, codes, texts, said, strict=True):
+        assert process.returncode == code or code == -9, words
+        assert text in words and ("Traceback" in words) == (what == "crash" and code == 4), words
 
 
 @pytest.mark.parametrize(

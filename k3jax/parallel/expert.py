@@ -81,10 +81,13 @@ def _keeping_arguments_only(function: Callable[..., Array]) -> Callable[..., Arr
     `jax.checkpoint` would not do: the policy of one around it decides for what is inside.
     """
     kept = jax.custom_vjp(function)
-    kept.defvjp(
-        lambda *arguments: (kept(*arguments), arguments),
-        lambda arguments, gradient: jax.vjp(function, *arguments)[1](gradient),
-    )
+
+    def backward(arguments: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
+        # Else a compiler would find that all of it was there before, and keep it.
+        arguments, gradient = lax.optimization_barrier((arguments, gradient))
+        return jax.vjp(function, *arguments)[1](gradient)
+
+    kept.defvjp(lambda *arguments: (kept(*arguments), arguments), backward)
     return kept
 
 

@@ -211,8 +211,8 @@ def stacks(
     whole block or the largest part of a parameter here, which are there anyway.
     """
     kinds: dict[Block, list[tuple[list[str], list[tuple[int, ...]], list[int]]]] = {}
-    axes = {path: sides(shape, matrix_axes[path]) for path, shape in shapes.items()}
-    blocks = {path: block_of(shape, axes[path], names[path], sizes) for path, shape in shapes.items()}
+    axes = {path: sides(shape, matrix_axes[path]) for path, shape in sorted(shapes.items())}
+    blocks = {path: block_of(shape, axes[path], names[path], sizes) for path, shape in sorted(shapes.items())}
     room = max((count * block.size_here(sizes) for block, count in blocks.values()), default=0)
     for path, (block, count) in blocks.items():
         devices = math.prod(size for name, size in sizes.items() if name not in block.apart)

@@ -6,6 +6,7 @@ import math
 import os
 import pty
 import re
+import select
 import struct
 import termios
 
@@ -101,7 +102,10 @@ def test_bar_on_a_terminal(columns):
         progress.message("saved")
         progress.close()
         stream.flush()
-        shown = os.read(master, 1 << 16).decode()
+        shown = b""
+        while select.select([master], [], [], 0.5)[0]:  # a terminal passes on in pieces
+            shown += os.read(master, 1 << 16)
+        shown = shown.decode()
     os.close(master)
     parts = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown))
     bars = [part for part in parts if "|" in part]
