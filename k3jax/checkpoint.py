@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -151,6 +152,12 @@ class Checkpoints:
             with distributed.agreed("the save"):
                 if step in complete_steps(self.folder):
                     self._remove(step)
+                if (
+                    distributed.count() > 1 and distributed.first()
+                ):  # alone; or the others would wait in Orbax for minutes
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    with tempfile.TemporaryFile(dir=self.folder) as probe:
+                        probe.write(bytes(2**16))
             with distributed.agreed("the start of the save"):
                 self._saver.save(self.folder / str(step), args=args, force=True)
         except distributed.Absent:

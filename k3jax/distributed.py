@@ -19,12 +19,14 @@ depends on no other's clock or disk, only on what was agreed. In a run of one pr
 """
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import json
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -89,6 +91,8 @@ def join() -> None:
     found = read_environment()
     if found is None or _place is not None:
         return
+    if os.environ.get("K3JAX_LAUNCHER"):
+        _end_with(int(os.environ["K3JAX_LAUNCHER"]))
     address = _meet(found)
     # Its handler of SIGTERM would take the signal from ours.
     jax.config.update("jax_enable_preemption_service", False)
@@ -111,6 +115,14 @@ def join() -> None:
     if found.devices is not None and (wrong := {p: n for p, n in enumerate(have) if n != found.devices}):
         told = ", ".join(f"process {process} has {number}" for process, number in wrong.items())
         raise MachineError(f"K3JAX_DEVICES={found.devices} devices are asked of each process, but {told}")
+
+
+def _end_with(launcher: int) -> None:
+    """Has this process asked to stop when the launcher is gone, which no signal would tell it of."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher:
+        raise MachineError("the launcher is gone")
 
 
 def read_environment() -> Place | None:

@@ -3,10 +3,10 @@
     python -m k3jax.launch -n 4 [--devices=2] [--restarts=3] --config=... --workdir=... [--config.FIELD=VALUE ...]
 
 Everything but its own flags goes to `python -m k3jax.train`, once in each process; every line of theirs begins with the
-process's number. On CPUs --devices gives each process that many; GPUs that are visible are shared out evenly. Signals
-go on to all processes. If one dies the others are ended, and with --restarts all start again from the last
-checkpoint. The exit code is that of the process that failed first (128 + N for signal N), 0 if none did or all stopped
-because they were asked to by a signal.
+process's number. On CPUs --devices gives each process that many; GPUs that are visible are shared out evenly. Ctrl-C
+and other signals go on to all processes. If one dies, or is stopped alone, the others are ended, and with --restarts
+all start again from the last checkpoint. The exit code is that of the process that failed first (128 + N for signal N),
+0 if none did or all stopped because they were asked to by a signal.
 K3JAX_START_SECONDS, K3JAX_BARRIER_SECONDS and K3JAX_HEARTBEAT_SECONDS: k3jax/distributed.py.
 """
 
@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -35,7 +36,8 @@ FLAGS = {
 GRACE = 10.0  # seconds for the others to end by themselves, as after a mistake that all of them found
 WITHOUT_ONE = 2.0  # seconds for what they still have to say when one is gone, which they cannot go on without
 FINAL = (1, 2)  # exit codes of a run that would end the same way again
-NOISE = "[Gloo] Rank "  # a line for each group of devices
+# Gloo's line for each group of devices, and the addresses behind the line in which JAX says who is gone.
+NOISE = re.compile(r"connected to \d+ peer ranks|^\s+@ +0x|^\*\*\* Check failure stack trace")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -76,7 +78,12 @@ def _environments(processes: int, devices: int | None) -> list[dict[str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"K3JAX_PROCESSES": str(processes), "K3JAX_COORDINATOR": f"127.0.0.1:{port}", "PYTHONUNBUFFERED": "1"}
+    common = {
+        "K3JAX_LAUNCHER": str(os.getpid()),
+        "K3JAX_PROCESSES": str(processes),
+        "K3JAX_COORDINATOR": f"127.0.0.1:{port}",
+        "PYTHONUNBUFFERED": "1",
+    }
     if devices is not None:
         common |= {"K3JAX_DEVICES": str(devices), "JAX_NUM_CPU_DEVICES": str(devices)}
     cards, shares = _cards(), [{}] * processes
@@ -112,7 +119,8 @@ class _Job:
 
     def run(self) -> int:
         """The exit code of the process that failed first, once all have ended; 0 if none did."""
-        before = {number: signal.signal(number, self._forward) for number in SIGNALS}
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup's is ignored
+        before = {number: signal.signal(number, self._forward) for number in heard}
         try:
             for number, environment in enumerate(self._environments):
                 self._begin(number, environment)
@@ -154,9 +162,9 @@ class _Job:
                 print(f"launch: process {process} {how}", file=sys.stderr, flush=True)
         return failed
 
-    def _forward(self, number: int, _) -> None:
+    def _forward(self, *_) -> None:
         self.asked = True
-        self._signal(number)
+        self._signal(signal.SIGTERM)  # to a run it says the same as Ctrl-C, and Python's start has no traceback for it
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
@@ -177,7 +185,7 @@ class _Job:
 
 def _print_lines(number: int, lines: TextIO, to: TextIO) -> None:
     for line in lines:
-        if not line.startswith(NOISE):
+        if not NOISE.search(line):
             with contextlib.suppress(OSError):  # nobody reads any more; the process must not block because of that
                 to.write(f"[{number}] {line.rstrip(chr(10))}\n")
                 to.flush()

@@ -226,9 +226,11 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
                 return 1
             if watch.skipped >= config.train.max_skipped:
                 checkpoints.wait()
+                latest = checkpoints.latest()
+                resort = f"the last checkpoint is of step {latest}" if latest else "there is no checkpoint"
                 console.print(
-                    f"error: {watch.skipped} steps in a row were not finite (train.max_skipped), the last is {done}; "
-                    f"the last checkpoint is of step {checkpoints.latest() or 0}; see --config.debug.nans"
+                    f"error: {watch.skipped} steps in a row were not finite (train.max_skipped), seen at step {done}; "
+                    f"{resort}; see --config.debug.nans"
                 )
                 return 1
             if evaluates and (loss := evaluation(config.eval.rows)) is not None:
@@ -340,6 +342,7 @@ def _stop_on_signals() -> Iterator[threading.Event]:
         return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: a terminal that went away
     before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}  # nohup's
 
     def restore() -> None:
         for number, handler in before.items():

@@ -4,6 +4,7 @@ The numbers are those of one process on as many devices: loss 1e-5, gradient nor
 """
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ import runs
 import yaml
 
 from k3jax import distributed, launch, metrics
-from k3jax.config import ConfigError
+from k3jax.config import ConfigError, MachineError
 
 # Heads and inner widths for `tensor` 4, `fsdp` 8.
 MODEL = ["model.kda.heads=4", "model.mla.heads=4", "model.mlp=32", "sample.tokens=0", "log.tensorboard=False"]
@@ -219,12 +221,18 @@ def test_meeting():
 
 
 def test_the_absent_are_named():
-    common = {"K3JAX_PROCESSES": "4", "K3JAX_COORDINATOR": f"127.0.0.1:{free_port()}", "K3JAX_START_SECONDS": "8"}
-    zero, two = meet(common, [(0, []), (2, [])])
-    assert zero == two
-    assert re.fullmatch(r"MachineError process 1, 3 of 4 did not come to \S+ within 8 s \(K3JAX_START_SECONDS\)", zero)
-    (alone,) = meet({**common, "K3JAX_START_SECONDS": "1"}, [(1, [])])
-    assert re.match(r"MachineError process 0 at \S+ did not answer within 1 s", alone)
+    place = distributed.Place(4, 0, "127.0.0.1", free_port(), None, 2, 9, 9)
+
+    def said(number):
+        with pytest.raises(MachineError) as error:
+            distributed._meet(dataclasses.replace(place, process=number))
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as two:
+        zero, other = two.map(said, (0, 2))
+    assert zero == other
+    assert re.fullmatch(r"process 1, 3 of 4 did not come to \S+ within 2 s \(K3JAX_START_SECONDS\)", zero)
+    assert re.match(r"process 0 at \S+ did not answer within 2 s", said(1))
 
 
 TALK = """

@@ -7,7 +7,8 @@ The config is that of k3jax.train, with the same --config.FIELD=VALUE flags; the
 `--show=sharding` lists every kind of parameter: its logical axes, what each is split over, and the bytes of it and of
 its optimizer state that one device holds; --picture draws them. `--show=collectives` compiles the train step for CPU
 devices, as many as the mesh has, and lists what a device sends in it, by kind of collective and mesh axes, beside what
-a formula says; --json writes that down. Exit code 2: a mistake in flags or config; 3: no such devices.
+a formula says, message by message (the compiler joins many into one call); --json writes that down. Here mesh.data is 1
+where it is left open. Exit code 2: a mistake in flags or config; 3: no such devices.
 """
 
 import json

@@ -128,14 +128,14 @@ def format_tables(found: Census) -> tuple[Table, Table]:
     both, parts = (Table(box=None, pad_edge=False) for _ in range(2))
     for title in ("collective", "over"):
         both.add_column(title, no_wrap=True)
-    for title in ("times", "bytes sent", "by formula", "ratio"):
+    for title in ("calls", "bytes sent", "by formula", "ratio"):
         both.add_column(title, no_wrap=True, justify="right")
     for line in found.lines:
         both.add_row(line.kind, line.axes, f"{line.count:,}", *_beside(line.sent, line.wanted))
     both.add_row("all", "", f"{sum(line.count for line in found.lines):,}", *_beside(found.sent, found.wanted))
     for title in ("what the formula counts", "collective", "over"):
         parts.add_column(title, no_wrap=True)
-    for title in ("times", "bytes sent"):
+    for title in ("messages", "bytes sent"):  # of which a compiler joins many into one call
         parts.add_column(title, no_wrap=True, justify="right")
     for term in sorted(found.terms, key=lambda term: -term.sent):
         parts.add_row(term.name, term.kind, term.axes, f"{term.count:,}", f"{term.sent:,.0f}")
