@@ -44,3 +44,11 @@ APART = dataclasses.replace(
     mla=dataclasses.replace(SPLIT.mla, heads=8),
     moe=dataclasses.replace(SPLIT.moe, routed_experts=8, top_k=3),
 )
+
+# SMALL for meshes of up to eight devices in all: no scan, so quicker to compile than APART.
+UNSCANNED = dataclasses.replace(
+    SMALL,
+    kda=dataclasses.replace(SMALL.kda, heads=4),
+    mla=dataclasses.replace(SMALL.mla, heads=4, q_lora=24),
+    moe=dataclasses.replace(SMALL.moe, routed_experts=8, top_k=3, expert_mlp=16),
+)

@@ -12,8 +12,8 @@ import pytest
 import sizes
 from steps import keeping_gradients, run_config, setup, uneven_batch
 
-STEPS, EXPERTS, TOP_K, MOE_LAYERS = 3, 8, 3, 5
-MODEL = dataclasses.replace(sizes.APART, moe=dataclasses.replace(sizes.APART.moe, balancing="none"))
+STEPS, EXPERTS, TOP_K, MOE_LAYERS = 3, 8, 3, 2
+MODEL = dataclasses.replace(sizes.UNSCANNED, moe=dataclasses.replace(sizes.UNSCANNED.moe, balancing="none"))
 BIAS = {  # on scores between 0 and 1
     "uniform": np.zeros(EXPERTS),
     "skewed": -0.1 * np.arange(EXPERTS),
