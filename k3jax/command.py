@@ -74,7 +74,6 @@ def parse_known(
 def _given(argv, about, texts, defaults, others: bool = False) -> tuple[dict[str, str], list[str]] | None:
     """Flags by name and the arguments that are none; `others`: those that nobody named may be among them."""
     known = flags.FlagValues()
-    known.set_gnu_getopt(others)
     for name, text in texts.items():
         flags.DEFINE_string(name, defaults.get(name), text, flag_values=known)
     flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=known)
