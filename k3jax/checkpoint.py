@@ -152,9 +152,8 @@ class Checkpoints:
             with distributed.agreed("the save"):
                 if step in complete_steps(self.folder):
                     self._remove(step)
-                if (
-                    distributed.count() > 1 and distributed.first()
-                ):  # alone; or the others would wait in Orbax for minutes
+                # What can fail at the start does so here: in Orbax the others would wait for minutes.
+                if distributed.count() > 1 and distributed.first():
                     self.folder.mkdir(parents=True, exist_ok=True)
                     with tempfile.TemporaryFile(dir=self.folder) as probe:
                         probe.write(bytes(2**16))
@@ -191,19 +190,15 @@ class Checkpoints:
         if self._pending is None:
             return
         (step, future), self._pending = self._pending, None
-        error = future.exception()
         try:
             with distributed.agreed("the end of the save"):
-                if error is not None:
-                    raise error
+                future.result()
         except distributed.Absent:
             raise
-        except Exception as found:
-            error = found
-        if error is None:
-            self._failures, self._written = 0, step
-        else:
+        except Exception as error:
             self._failed(step, error)
+        else:
+            self._failures, self._written = 0, step
 
     def _failed(self, step: int, error: BaseException) -> None:
         try:

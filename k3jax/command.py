@@ -7,6 +7,7 @@ Invariant: a user's mistake and a machine's lack are one line on stderr, never a
 """
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -86,6 +87,12 @@ def _given(argv, about, texts, defaults, others: bool = False) -> tuple[dict[str
         if not known[name].value and name not in defaults:
             raise ConfigError(f"--{name} is missing")
     return {name: known[name].value for name in texts}, rest
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask a program to stop: Ctrl-C, SIGTERM, and a terminal that went away unless nohup has it ignored."""
+    found = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in found if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -287,10 +287,7 @@ def compiled(function: Any, *arguments: Any) -> Any:
 
 def _exchange(what: str, mine: Any) -> list[Any]:
     """What each process gives, by number."""
-    # No public function of JAX has a barrier with a time limit that names who is absent.
-    from jax._src.distributed import global_state
-
-    client, number, seconds = global_state.client, next(_rounds), _place.barrier_seconds
+    client, number, seconds = _client(), next(_rounds), _place.barrier_seconds
     key = f"k3jax/{number}"
     try:
         client.key_value_set(f"{key}/{index():09d}", json.dumps(mine))
@@ -305,6 +302,13 @@ def _exchange(what: str, mine: Any) -> list[Any]:
         who = f"process {', '.join(absent[1].split())}" if absent else "another process"
         raise Absent(f"{who} did not come to {what} within {seconds} s (K3JAX_BARRIER_SECONDS)") from error
     return found
+
+
+def _client() -> Any:
+    """JAX's own line to the coordinator: no public function has a barrier with a time limit that names the absent."""
+    from jax._src.distributed import global_state
+
+    return global_state.client
 
 
 class Vote:
@@ -364,14 +368,13 @@ def run(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
 
 def _last_words() -> None:
     """Process 0 goes last: JAX's coordinator goes with it, and that kills the others in the middle of a sentence."""
-    from jax._src.distributed import global_state
-
+    client, left = _client(), "k3jax/left/"
     try:
         if not first():
-            global_state.client.key_value_set(f"k3jax/left/{index()}", "")
+            client.key_value_set(f"{left}{index()}", "")
             return
         until = time.monotonic() + LAST_WORDS
-        while time.monotonic() < until and len(global_state.client.key_value_dir_get("k3jax/left/")) < count() - 1:
+        while time.monotonic() < until and len(client.key_value_dir_get(left)) < count() - 1:
             time.sleep(0.05)
     except jax.errors.JaxRuntimeError:
         return  # there is nobody to wait for

@@ -6,7 +6,11 @@ the host link's in one direction. Invariant: only exact names are known, so that
 taken for the whole device; anything else, CPUs too, is None.
 """
 
+import importlib.util
+import mmap
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 # One direction of 16 lanes.
@@ -108,3 +112,19 @@ DEVICES: dict[str, Device] = {
 def lookup(device_kind: str) -> Device | None:
     """The device that JAX calls `device_kind`, or None for one that is not in the table."""
     return DEVICES.get(device_kind)
+
+
+def cuda_plugin() -> Path | None:
+    """The shared object of JAX's CUDA plugin, or None where it is not installed."""
+    spec = importlib.util.find_spec("jax_plugins")
+    folders = [] if spec is None else spec.submodule_search_locations
+    files = (Path(folder) / "xla_cuda13" / "xla_cuda_plugin.so" for folder in folders)
+    return next((path for path in files if path.exists()), None)
+
+
+def gpu_descriptions() -> dict[str, str]:
+    """Name of a GPU -> its description for a compiler, as text in the CUDA plugin, which must be there, has them."""
+    with cuda_plugin().open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        texts = re.findall(rb"(?:^|\x00)([^\x00]*gpu_device_info \{[^\x00]+)", content)
+    named = ((re.search(r'device_description_str: "([^"]+)"', text), text) for text in map(bytes.decode, texts))
+    return {match[1]: text for match, text in named if match}

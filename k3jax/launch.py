@@ -38,7 +38,6 @@ WITHOUT_ONE = 2.0  # seconds for what they still have to say when one is gone, w
 FINAL = (1, 2)  # exit codes of a run that would end the same way again
 # Gloo's line for each group of devices, and the addresses behind the line in which JAX says who is gone.
 NOISE = re.compile(r"connected to \d+ peer ranks|^\s+@ +0x|^\*\*\* Check failure stack trace")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: list[str]) -> int:
@@ -119,8 +118,7 @@ class _Job:
 
     def run(self) -> int:
         """The exit code of the process that failed first, once all have ended; 0 if none did."""
-        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup's is ignored
-        before = {number: signal.signal(number, self._forward) for number in heard}
+        before = {number: signal.signal(number, self._forward) for number in command.stop_signals()}
         try:
             for number, environment in enumerate(self._environments):
                 self._begin(number, environment)

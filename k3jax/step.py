@@ -64,6 +64,13 @@ def init_state(config: RunConfig, optimizer: optax.GradientTransformation) -> Tr
     return start_state(config, optimizer, parameters.values(decoder), decoder.router_bias())
 
 
+def abstract_state(config: RunConfig, optimizer: optax.GradientTransformation, layout: Layout) -> TrainState:
+    """The state with shapes in place of arrays, each with its sharding."""
+    like = jax.eval_shape(lambda: init_state(config, optimizer))
+    placed = layout.shardings(like)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, placed)
+
+
 def start_state(
     config: RunConfig, optimizer: optax.GradientTransformation, params: dict[str, Array], router_bias: Array
 ) -> TrainState:

@@ -36,8 +36,8 @@ from k3jax.hf.config import difference
 from k3jax.model import parameters
 from k3jax.optim import format_table, make_optimizer
 from k3jax.parallel import Layout, make_mesh
-from k3jax.parallel.mesh import in_words
-from k3jax.step import TrainState, abstract_decoder, init_state, make_train_step, start_state
+from k3jax.parallel.mesh import from_host, in_words
+from k3jax.step import TrainState, abstract_decoder, abstract_state, init_state, make_train_step, start_state
 from k3jax.workdir import Workdir
 
 FLAGS = {
@@ -108,18 +108,15 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         console.print(f"held-out nats per {unit} of n-grams: {_listed(ngrams)}")
 
     # ---- state ------------------------------------------------------------------------------------------------
-    def create() -> TrainState:
-        return init_state(config, optimizer)
-
-    like = jax.eval_shape(create)
-    shardings = layout.shardings(like)
-    like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings)
+    like = abstract_state(config, optimizer, layout)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
     checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep, report=console.print)
     stack.push(functools.partial(_finish_saving, checkpoints, console))
-    first, last = checkpoints.latest() or 0, config.train.steps
+    saved, last = checkpoints.steps(), config.train.steps
+    first = max(saved, default=0)
     if first > last:
         raise ConfigError(f"train.steps = {last} is below the checkpoint's step {first} in {folder}")
-    room = config.checkpoint.keep + 1 - len(checkpoints.steps())  # the oldest goes when a new one is complete
+    room = config.checkpoint.keep + 1 - len(saved)  # the oldest goes when a new one is complete
     coming = -(-last // config.checkpoint.every) - first // config.checkpoint.every
     with distributed.agreed("the disk"):
         if first < last and speaks:
@@ -142,7 +139,7 @@ def _train(config: RunConfig, folder: Path, stack: ExitStack) -> int:
         del params, bias
         console.print(f"weights from {config.init_from}")
     else:
-        state = distributed.compiled(jax.jit(create, **quick))()
+        state = distributed.compiled(jax.jit(functools.partial(init_state, config, optimizer), **quick))()
     evaluate = make_evaluate(config, decoder, layout)
 
     # ---- writers ----------------------------------------------------------------------------------------------
@@ -325,12 +322,8 @@ def _weights(config: RunConfig, like: TrainState) -> tuple[dict[str, jax.Array],
     decoder = hf.load(path, dtype="float32")
     if different := difference(config.model, decoder.config):
         raise ConfigError(f"init_from={path} is another model: {different}")
-
-    def placed(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-        return jax.make_array_from_callback(value.shape, sharding, np.asarray(value).__getitem__)
-
-    params = {path: placed(value, like.params[path].sharding) for path, value in parameters.values(decoder).items()}
-    return params, placed(decoder.router_bias(), like.router_bias.sharding)
+    params = {path: from_host(value, like.params[path].sharding) for path, value in parameters.values(decoder).items()}
+    return params, from_host(decoder.router_bias(), like.router_bias.sharding)
 
 
 @contextmanager
@@ -340,9 +333,7 @@ def _stop_on_signals() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: a terminal that went away
-    before = {number: signal.getsignal(number) for number in numbers}
-    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}  # nohup's
+    before = {number: signal.getsignal(number) for number in command.stop_signals()}
 
     def restore() -> None:
         for number, handler in before.items():

@@ -45,8 +45,7 @@ def start(processes, devices, command, *own):
         try:
             yield process
         finally:
-            process.send_signal(signal.SIGTERM)
-            if process.poll() is None:
+            for _ in range(2):  # the second one ends it at once
                 process.send_signal(signal.SIGTERM)
 
 

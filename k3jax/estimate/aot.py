@@ -7,14 +7,10 @@
 Invariant: what cannot be had is one line of MachineError that says what is missing.
 """
 
-import importlib.util
-import mmap
-import re
-from pathlib import Path
-
 import jax
 from jax.experimental import topologies
 
+from k3jax import hardware
 from k3jax.config import MachineError
 
 CUDA = "jax-cuda13-plugin and jax-cuda13-pjrt 0.12, which need Python 3.12"
@@ -38,7 +34,9 @@ def cpu_devices(count: int) -> list[jax.Device]:
 
 def cuda_devices(hosts: int, gpus: int, kind: str = "NVIDIA H100 80GB HBM3") -> list[jax.Device]:
     """The devices of `hosts` machines of `gpus` GPUs each, none of which is there; kind: their name to CUDA."""
-    known = _descriptions()
+    if hardware.cuda_plugin() is None:
+        raise MachineError(f"CUDA without its devices needs {CUDA}")
+    known = hardware.gpu_descriptions()
     if kind not in known:
         raise MachineError(f"the CUDA plugin describes no {kind!r}; it describes: {', '.join(sorted(known)) or 'none'}")
     try:
@@ -49,17 +47,3 @@ def cuda_devices(hosts: int, gpus: int, kind: str = "NVIDIA H100 80GB HBM3") -> 
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise MachineError(f"no topology without devices ({CUDA}): {reason}") from error
     return list(found.devices)
-
-
-def _descriptions() -> dict[str, str]:
-    """Name of a GPU -> its description, as they stand as text in the plugin's shared object."""
-    spec = importlib.util.find_spec("jax_plugins")
-    folders = [] if spec is None else spec.submodule_search_locations
-    files = (Path(folder) / "xla_cuda13" / "xla_cuda_plugin.so" for folder in folders)
-    path = next((path for path in files if path.exists()), None)
-    if path is None:
-        raise MachineError(f"CUDA without its devices needs {CUDA}")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        texts = re.findall(rb"(?:^|\x00)([^\x00]*gpu_device_info \{[^\x00]+)", content)
-    named = ((re.search(r'device_description_str: "([^"]+)"', text), text) for text in map(bytes.decode, texts))
-    return {match[1]: text for match, text in named if match}

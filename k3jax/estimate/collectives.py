@@ -20,7 +20,7 @@ from k3jax.model import parameters
 from k3jax.optim import make_optimizer
 from k3jax.parallel import Layout, make_mesh
 from k3jax.parallel.mesh import abstract_mesh
-from k3jax.step import abstract_decoder, init_state, make_train_step
+from k3jax.step import abstract_decoder, abstract_state, make_train_step
 
 # Machine code is of no interest: what makes the compiler twice as quick and changes no collective.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
@@ -90,9 +90,8 @@ def step_text(config: RunConfig, devices: Sequence[jax.Device]) -> tuple[Mesh, s
     variables = parameters.variables(decoder)
     layout = Layout.of(mesh, variables)
     optimizer, schedule, _ = make_optimizer(config, variables, spread=layout.spread)
-    like = jax.eval_shape(lambda: init_state(config, optimizer))
-    shardings = layout.shardings(like)
-    like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, shardings)
+    like = abstract_state(config, optimizer, layout)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
     step = make_train_step(config, decoder, optimizer, schedule, layout)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.repeated))
     lowered = jitted.lower(like, layout.batch_shapes(rows, width))

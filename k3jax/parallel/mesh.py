@@ -164,6 +164,11 @@ def local_size(axis: str) -> int:
     return local_sizes().get(axis, 1)
 
 
+def from_host(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    """A whole array that every process has, on all their devices; each process places its own parts."""
+    return jax.make_array_from_callback(array.shape, sharding, np.asarray(array).__getitem__)
+
+
 @dataclass(frozen=True)
 class Layout:
     """A mesh and the specs of all parameters on it. On one device nothing is split."""
@@ -206,10 +211,7 @@ class Layout:
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """A batch of host arrays [B,T] on its devices. Each process gives the whole batch and places its own parts."""
-        return {
-            name: jax.make_array_from_callback(array.shape, self.batch, np.asarray(array).__getitem__)
-            for name, array in batch.items()
-        }
+        return {name: from_host(array, self.batch) for name, array in batch.items()}
 
     def batch_shapes(self, rows: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """What `place` gives for a batch of `k3jax.data`, as shapes: arrays [rows, seq_len]."""

@@ -6,15 +6,13 @@ jax-cuda13-pjrt and nvidia-cuda-nvcc: no driver, no GPU.
 """
 
 import functools
-import importlib.util
-import mmap
 import os
-import re
 import sysconfig
-from pathlib import Path
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
+
+from k3jax import hardware
 
 CARDS = {"A100": ("NVIDIA A100-SXM4-80GB", 108), "H100": ("NVIDIA H100 80GB HBM3", 132), "B200": ("NVIDIA B200", 148)}
 
@@ -32,31 +30,13 @@ def lower_for(card, function, *arguments):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
-def plugin_path():
-    """The CUDA plugin's shared object, or None."""
-    spec = importlib.util.find_spec("jax_plugins")
-    if spec is None:
-        return None
-    found = (Path(folder) / "xla_cuda13" / "xla_cuda_plugin.so" for folder in spec.submodule_search_locations)
-    return next((path for path in found if path.exists()), None)
-
-
-@functools.cache
-def _descriptions():
-    """Name of a device -> its description as text, as they stand in the plugin."""
-    with plugin_path().open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        texts = re.findall(rb"(?:^|\x00)([^\x00]*gpu_device_info \{[^\x00]+)", content)
-    named = ((re.search(r'device_description_str: "([^"]+)"', text), text) for text in map(bytes.decode, texts))
-    return {match[1]: text for match, text in named if match}
-
-
 @functools.cache
 def _topology(card):
     from jax.experimental import topologies
 
     # An older assembler of the system would win otherwise.
     os.environ["PATH"] = f"{sysconfig.get_path('purelib')}/nvidia/cu13/bin:{os.environ['PATH']}"
-    description = _descriptions()[CARDS[card][0]]
+    description = hardware.gpu_descriptions()[CARDS[card][0]]
     return topologies.get_topology_desc("", platform="cuda", topology="1x1x1", target_config=description)
 
 

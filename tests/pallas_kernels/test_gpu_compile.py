@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from absent_gpu import CARDS, plugin_path
+from absent_gpu import CARDS
+
+from k3jax import hardware
 
 HERE = Path(__file__).parent
 # Rows: five kernels of KDA at 6 pairs of widths in 2 dtypes, three of MLA at 3 widths in bf16, one of short_conv at 3
@@ -14,7 +16,7 @@ MODES = {"spills": ([], 5 * 6 * 2 + 3 * 3 + 3 * 2 + 6 * 5 * 2), "fits": (["--fit
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(plugin_path() is None, reason="needs jax-cuda13-plugin and its companions")
+@pytest.mark.skipif(hardware.cuda_plugin() is None, reason="needs jax-cuda13-plugin and its companions")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("card", CARDS)
 def test_compiles(card, mode):
